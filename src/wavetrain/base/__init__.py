@@ -1,0 +1,1 @@
+"""What every other package stands on: units, errors, documents with line numbers, lossless JSON."""

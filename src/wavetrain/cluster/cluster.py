@@ -1,0 +1,182 @@
+"""`Cluster`: devices and the tiers of network between them, in SI units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from wavetrain.base.units import DType
+
+MOST_NODES = 10_000_000
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak dense FLOP/s per number format; None where the device has no such unit."""
+
+    fp64: float | None = None
+    fp32: float | None = None
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+    fp4: float | None = None
+    int8: float | None = None
+
+    def of(self, dtype: DType) -> float | None:
+        rate = getattr(self, dtype.value)
+        return None if rate is None else float(rate)
+
+    def known(self) -> dict[str, float]:
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator."""
+
+    name: str
+    title: str
+    peak: Rates
+    memory_bytes: int
+    memory_bytes_per_s: float
+    matmul_efficiency: float  # best matrix product over peak
+    memory_efficiency: float  # best streaming over nominal bandwidth
+    idle_w: float
+    busy_w: float  # mean while training
+    limit_w: float
+    usd_per_hour: float
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A level of the network: groups of `size` devices, from the innermost out."""
+
+    name: str
+    size: int
+    bytes_per_s: float  # one way, what a single device can drive
+    latency_s: float
+    sharers: float = 1.0  # devices that share this rate when all of a node send at once
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins nodes: NICs shared by a node's devices; beyond `pod_nodes` an oversubscribed spine."""
+
+    name: str
+    nics: int
+    nic_bytes_per_s: float
+    latency_s: float
+    pod_nodes: int | None = None
+    oversubscription: float = 1.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine with equal devices."""
+
+    name: str
+    title: str
+    device: Device
+    num_devices: int
+    host_w: float  # drawn beyond the devices
+    tiers: tuple[Tier, ...]
+    network: Network | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` equal nodes."""
+
+    node: Node
+    count: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a number was found."""
+
+    key: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups of nodes; one group unless it is heterogeneous."""
+
+    name: str
+    groups: tuple[Group, ...]
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.count * group.node.num_devices for group in self.groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        return len({group.node for group in self.groups}) == 1
+
+    @property
+    def node(self) -> Node:
+        """The node type of a uniform cluster."""
+        if not self.is_uniform:
+            raise ValueError(f"cluster {self.name} has {len(self.groups)} kinds of nodes")
+        return self.groups[0].node
+
+    @property
+    def device(self) -> Device:
+        return self.node.device
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers that the cluster really has, innermost first; the last one spans all devices."""
+        groups = [_tiers(group.node, self.num_devices, self.num_nodes) for group in self.groups]
+        if self.is_uniform:
+            return groups[0]
+        return (_slowest([tiers[-1] for tiers in groups], self.num_devices),)
+
+    @property
+    def usd_per_hour(self) -> float:
+        return sum(g.count * g.node.num_devices * g.node.device.usd_per_hour for g in self.groups)
+
+    @property
+    def busy_w(self) -> float:
+        """Draw of all nodes while training, hosts included."""
+        return sum(g.count * (g.node.num_devices * g.node.device.busy_w + g.node.host_w) for g in self.groups)
+
+
+def _tiers(node: Node, num_devices: int, num_nodes: int) -> tuple[Tier, ...]:
+    inner = [tier for tier in node.tiers if tier.size < num_devices]
+    spanning = next((tier for tier in node.tiers if tier.size >= num_devices), None)
+    if spanning:
+        return (*inner, _resized(spanning, num_devices))
+    network = node.network
+    if network is None:
+        return tuple(inner)
+    rate = network.nic_bytes_per_s * max(1.0, network.nics / node.num_devices)
+    sharers = max(1.0, node.num_devices / network.nics)
+    pod = min(num_nodes, network.pod_nodes or num_nodes) * node.num_devices
+    fabric = [Tier(network.name, pod, rate, network.latency_s, sharers)]
+    if pod < num_devices:
+        slower = rate / network.oversubscription
+        fabric.append(Tier(f"{network.name}-spine", num_devices, slower, network.latency_s, sharers))
+    return (*inner, *fabric)
+
+
+def _resized(tier: Tier, size: int) -> Tier:
+    return Tier(tier.name, size, tier.bytes_per_s, tier.latency_s, tier.sharers)
+
+
+def _slowest(tiers: list[Tier], num_devices: int) -> Tier:
+    return Tier(
+        name="+".join(dict.fromkeys(tier.name for tier in tiers)),
+        size=num_devices,
+        bytes_per_s=min(tier.bytes_per_s for tier in tiers),
+        latency_s=max(tier.latency_s for tier in tiers),
+        sharers=max(tier.sharers for tier in tiers),
+    )
+
+

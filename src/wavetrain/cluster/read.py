@@ -1,0 +1,255 @@
+"""`load_cluster`: a catalog name with a number of nodes (`dgx-h100:32`), or a YAML file that may build on the catalog.
+
+    name: lab
+    nodes: 4
+    node:
+      like: dgx-a100
+      device: {like: a100-sxm-80gb, usd_per_hour: 1.2}
+      network: {nic_gbit_per_s: 100}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields as dataclass_fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from wavetrain.base.document import Node as Doc
+from wavetrain.base.document import merge, parse_yaml, read_document
+from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.fields import Fields
+from wavetrain.base.units import GIB, shifted
+from wavetrain.cluster.cluster import MOST_NODES, Cluster, Device, Group, Network, Node, Rates, Source, Tier
+
+MOST_DEVICES = 100_000  # in one node or one tier
+MOST_GROUPS = 1000
+IDENTIFYING = ("node", "nodes", "groups", "device", "devices", "tiers")  # keys only a cluster has
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """Read a cluster by catalog name (`dgx-h100:32` is 32 nodes) or from a YAML file."""
+    name = str(name_or_path)
+    kind, _, count = name.partition(":")
+    if kind in node_names() or kind in device_names():
+        return _named(name, kind, count)
+    path = Path(name_or_path)
+    if path.is_dir():
+        raise InputError(Problem(where=name, rule="is a directory, not a cluster file"))
+    if not path.exists():
+        raise InputError(_unknown(name, kind))
+    return read_cluster(read_document(path))
+
+
+def read_cluster(doc: Doc) -> Cluster:
+    """Read a cluster from a parsed document: a cluster with nodes or groups, or a single node type."""
+    f = Fields(doc)
+    name = f.text("name", default=Path(doc.file).stem)
+    if f.has("groups"):
+        groups = tuple(_group(f.item("groups", i, item)) for i, item in enumerate(f.list_of("groups", most=MOST_GROUPS)))
+    elif f.has("node"):
+        groups = (_group(f, named=False),)
+    else:
+        count = f.whole("nodes", most=MOST_NODES, default=1)
+        groups = (Group(_node_fields(f, f), count),)
+    several = sum(group.count for group in groups) > 1
+    lonely = [group.node.name for group in groups if several and group.node.network is None]
+    if lonely and not f.problems:
+        rule = f"nodes of type {lonely[0]} have no network, so there can be only one"
+        f.complain("network", rule, remedy="give network: {name: ethernet, nics: 1, nic_gbit_per_s: 100, latency_us: 14}")
+    f.finish()
+    return Cluster(name, groups, tuple(Source(key, source) for key, source in f.sources.items()))
+
+
+# --- the catalog ---
+
+
+@cache
+def node_names() -> tuple[str, ...]:
+    return tuple(_entries("nodes"))
+
+
+@cache
+def device_names() -> tuple[str, ...]:
+    return tuple(_entries("devices"))
+
+
+@cache
+def catalog_sources() -> dict[str, str]:
+    """The documents that catalog numbers cite, by id."""
+    file = resources.files("wavetrain.cluster").joinpath("catalog/sources.yaml")
+    items = parse_yaml(file.read_text(encoding="utf-8"), file="sources.yaml").plain()
+    assert isinstance(items, dict)
+    return {key: str(value) for key, value in items.items()}
+
+
+def _entries(folder: str) -> Iterator[str]:
+    files = resources.files("wavetrain.cluster").joinpath("catalog", folder).iterdir()
+    return iter(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
+
+
+@cache
+def _entry(folder: str, name: str) -> Doc:
+    file = resources.files("wavetrain.cluster").joinpath("catalog", folder, f"{name}.yaml")
+    return parse_yaml(file.read_text(encoding="utf-8"), file=f"catalog/{folder}/{name}.yaml")
+
+
+def _named(name: str, kind: str, count: str) -> Cluster:
+    number = int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
+    if ":" in name and not 1 <= number <= MOST_NODES:
+        rule = f"after the colon comes the number of nodes, 1 to {MOST_NODES:,}"
+        raise InputError(Problem(where=name, key="nodes", value=count, rule=rule, remedy=f"{kind}:4"))
+    number = number or 1
+    if kind in node_names():
+        text = f"name: {name}\nnodes: {number}\nnode: {kind}\n"
+        return read_cluster(parse_yaml(text, file=name))
+    if number > 1:
+        rule = f"{kind} is a device; several of them need a node type, which says how they are joined"
+        having = [n for n in node_names() if _device_of(n) == kind]
+        raise InputError(Problem(where=name, key="node", value=kind, rule=rule, legal=tuple(having)))
+    text = f"name: {kind}\ndevice: {kind}\ndevices: 1\nhost_w: 0\n"
+    return read_cluster(parse_yaml(text, file=name))
+
+
+def _device_of(node: str) -> object:
+    items = _entry("nodes", node).value
+    return items["device"].value if isinstance(items, dict) else None
+
+
+def _unknown(name: str, kind: str) -> Problem:
+    if "/" in name or name.lower().endswith((".json", ".yaml", ".yml")):
+        return Problem(where=name, rule="no such file")
+    rule = "neither a node type we know by name nor a file"
+    return Problem(where=name, key="cluster", value=name, rule=rule, nearest=nearest(kind, node_names()))
+
+
+# --- readers ---
+
+
+def _group(f: Fields, *, named: bool = True) -> Group:
+    count = f.whole("nodes", most=MOST_NODES, default=1)
+    node = _node(f, "node")
+    if named:
+        f.check_unknown()
+    return Group(node, count)
+
+
+def _resolved(f: Fields, key: str, folder: str) -> Fields:
+    """The mapping under `key`, with the catalog entry that it names (or is `like`) underneath."""
+    names = node_names() if folder == "nodes" else device_names()
+    f.has(key)
+    doc = f.items.get(key)
+    if doc is None:
+        f.complain(key, "missing", legal=names)
+        return Fields(Doc({}, f.node.file, f.node.line), key=f.full(key))
+    if not isinstance(doc.value, dict):
+        known = f.choice(key, names)
+        return Fields(_entry(folder, known), parent=f, key=f.full(key))
+    own = Fields(doc, parent=f, key=f.full(key))
+    if not own.has("like"):
+        return own
+    known = own.choice("like", names)
+    entry = _entry(folder, known) if own.good("like") else Doc({}, doc.file, doc.line)
+    stated = Doc({k: v for k, v in doc.value.items() if k != "like"}, doc.file, doc.line)
+    if not own.good("like"):
+        return Fields(stated, key=f.full(key), strict=False)  # nothing to build on: one problem is enough
+    # Another device named under `like` replaces the whole device, it does not merge into it.
+    return Fields(merge(_without_replaced(entry, stated), stated), parent=f, key=f.full(key))
+
+
+def _without_replaced(entry: Doc, stated: Doc) -> Doc:
+    """Give a named device of the entry the form `{like: name}` so that a stated mapping can refine it."""
+    assert isinstance(entry.value, dict) and isinstance(stated.value, dict)
+    device, over = entry.value.get("device"), stated.value.get("device")
+    if device is None or over is None or not isinstance(over.value, dict) or isinstance(device.value, dict):
+        return entry
+    base = Doc({} if "like" in over.value else {"like": device}, device.file, device.line)
+    return Doc({**entry.value, "device": base}, entry.file, entry.line)
+
+
+def _node(f: Fields, key: str) -> Node:
+    own = _resolved(f, key, "nodes")
+    node = _node_fields(own, f)
+    own.check_unknown()
+    return node
+
+
+def _node_fields(f: Fields, parent: Fields) -> Node:
+    name = f.text("name", default="node")
+    title = f.text("title", default=name)
+    num_devices = f.whole("devices", most=MOST_DEVICES)
+    device = _device(f)
+    tiers = tuple(_tier(f.item("tiers", i, item)) for i, item in enumerate(f.list_of("tiers", most=16, default=())))
+    _check_tiers(f, tiers, num_devices)
+    return Node(
+        name=name,
+        title=title,
+        device=device,
+        num_devices=num_devices,
+        host_w=f.number("host_w", most=1e7, default=0.0),
+        tiers=tiers,
+        network=_network(f.section("network")) if f.has("network") else None,
+    )
+
+
+def _check_tiers(f: Fields, tiers: tuple[Tier, ...], num_devices: int) -> None:
+    sizes = [tier.size for tier in tiers]
+    if sizes != sorted(set(sizes)):
+        f.complain("tiers", f"must grow from the innermost out, not {', '.join(map(str, sizes))}")
+    elif num_devices > 1 and (not sizes or sizes[-1] < num_devices) and f.good("devices"):
+        f.complain("tiers", f"must reach all {num_devices} devices of the node; the last one's size says how many it joins")
+
+
+def _device(f: Fields) -> Device:
+    own = _resolved(f, "device", "devices")
+    peak = own.section("peak_tflops")
+    rates = {item.name: peak.number(item.name, least=1e-6, most=1e9, default=None) for item in dataclass_fields(Rates)}
+    if not any(rates.values()) and peak.good(*rates):
+        own.complain("peak_tflops", "must give at least one rate", legal=tuple(rates))
+    peak.check_unknown()
+    efficiency = own.section("efficiency")
+    device = Device(
+        name=own.text("name", default="device"),
+        title=own.text("title", default=own.text("name", default="device")),
+        peak=Rates(**{name: None if rate is None else shifted(rate, 12) for name, rate in rates.items()}),
+        memory_bytes=round(own.number("memory_gib", least=1e-6, most=1e9) * GIB),
+        memory_bytes_per_s=shifted(own.number("memory_gb_per_s", least=1e-6, most=1e9), 9),
+        matmul_efficiency=efficiency.number("matmul", least=0.001, most=1.0),
+        memory_efficiency=efficiency.number("memory", least=0.001, most=1.0),
+        idle_w=own.number("idle_w", most=1e6),
+        busy_w=own.number("busy_w", most=1e6),
+        limit_w=own.number("limit_w", most=1e6),
+        usd_per_hour=own.number("usd_per_hour", most=1e6),
+    )
+    efficiency.check_unknown()
+    if own.good("idle_w", "busy_w", "limit_w") and not device.idle_w <= device.busy_w <= device.limit_w:
+        own.complain("busy_w", f"must lie between idle_w ({device.idle_w:g}) and limit_w ({device.limit_w:g})")
+    own.check_unknown()
+    return device
+
+
+def _tier(f: Fields) -> Tier:
+    tier = Tier(
+        name=f.text("name"),
+        size=f.whole("size", least=2, most=MOST_DEVICES),
+        bytes_per_s=shifted(f.number("gb_per_s", least=1e-6, most=1e9), 9),
+        latency_s=shifted(f.number("latency_us", most=1e9), -6),
+    )
+    f.check_unknown()
+    return tier
+
+
+def _network(f: Fields) -> Network:
+    network = Network(
+        name=f.text("name"),
+        nics=f.whole("nics", most=10_000),
+        nic_bytes_per_s=shifted(f.number("nic_gbit_per_s", least=1e-6, most=1e9), 9) / 8,
+        latency_s=shifted(f.number("latency_us", most=1e9), -6),
+        pod_nodes=f.whole("pod_nodes", most=MOST_NODES, default=None),
+        oversubscription=f.number("oversubscription", least=1.0, most=1000.0, default=1.0),
+    )
+    if f.good("pod_nodes", "oversubscription") and network.oversubscription > 1 and network.pod_nodes is None:
+        f.complain("pod_nodes", "missing: an oversubscribed network needs the number of nodes in a full-rate pod")
+    f.check_unknown()
+    return network

@@ -1,0 +1,79 @@
+"""A cluster as the YAML that `load_cluster` reads back to an equal value (sources aside, which stay with the catalog)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from wavetrain.base.units import GIB, shifted
+from wavetrain.cluster.cluster import Cluster, Device, Network, Node, Tier
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a complete cluster file; nothing in it refers to the catalog."""
+    sources = {source.key: source.source for source in cluster.sources}
+    groups = [{"nodes": group.count, "node": _node(group.node)} for group in cluster.groups]
+    data: dict[str, Any] = {"name": cluster.name}
+    data |= groups[0] if len(groups) == 1 else {"groups": groups}
+    path.write_text(yaml.safe_dump(_cited(data, "", sources), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _cited(value: Any, key: str, sources: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _cited(item, f"{key}.{name}" if key else name, sources) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cited(item, f"{key}[{i}]", sources) for i, item in enumerate(value)]
+    return {"value": value, "source": sources[key]} if key in sources else value
+
+
+def _node(node: Node) -> dict[str, Any]:
+    data = {
+        "name": node.name,
+        "title": node.title,
+        "device": _device(node.device),
+        "devices": node.num_devices,
+        "host_w": node.host_w,
+    }
+    if node.tiers:
+        data["tiers"] = [_tier(tier) for tier in node.tiers]
+    if node.network:
+        data["network"] = _network(node.network)
+    return data
+
+
+def _device(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "title": device.title,
+        "peak_tflops": {dtype: shifted(rate, -12) for dtype, rate in device.peak.known().items()},
+        "memory_gib": device.memory_bytes / GIB,
+        "memory_gb_per_s": shifted(device.memory_bytes_per_s, -9),
+        "efficiency": {"matmul": device.matmul_efficiency, "memory": device.memory_efficiency},
+        "idle_w": device.idle_w,
+        "busy_w": device.busy_w,
+        "limit_w": device.limit_w,
+        "usd_per_hour": device.usd_per_hour,
+    }
+
+
+def _tier(tier: Tier) -> dict[str, Any]:
+    return {
+        "name": tier.name,
+        "size": tier.size,
+        "gb_per_s": shifted(tier.bytes_per_s, -9),
+        "latency_us": shifted(tier.latency_s, 6),
+    }
+
+
+def _network(network: Network) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "name": network.name,
+        "nics": network.nics,
+        "nic_gbit_per_s": shifted(network.nic_bytes_per_s * 8, -9),
+        "latency_us": shifted(network.latency_s, 6),
+    }
+    if network.pod_nodes:
+        data |= {"pod_nodes": network.pod_nodes, "oversubscription": network.oversubscription}
+    return data

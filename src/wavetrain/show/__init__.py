@@ -1,0 +1,1 @@
+"""What people and machines see of a value: tables for the terminal, documents for `--json`."""
