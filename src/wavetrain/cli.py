@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from wavetrain.cluster import Cluster
     from wavetrain.model import Model
 
-INTERRUPTED = 130
 CHECK_FAILED = 5
 
 app = typer.Typer(
@@ -37,25 +36,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    import click
-
     try:
-        result = app(args=arguments, prog_name="wavetrain", standalone_mode=False)
-    except click.exceptions.Exit as done:
-        return int(done.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        app(args=arguments, prog_name="wavetrain")
+    except SystemExit as done:  # how typer ends, also after it has explained a wrong option
+        return done.code if isinstance(done.code, int) else 0
     except WavetrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return int(result or 0)
+    return 0
 
 
 def _version(wanted: bool) -> None:
@@ -66,7 +56,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Plan, predict and run the training of large models."""
 
@@ -116,7 +106,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 def load(target: str, *, seq_len: int | None = None) -> Model | Cluster:
     """Read a target that may be a model or a cluster, by name or by what its file says."""
-    from wavetrain.base.document import read_document
+    from wavetrain.base.document import exists, read_document
     from wavetrain.cluster import device_names, load_cluster, node_names, read_cluster
     from wavetrain.cluster.read import IDENTIFYING as CLUSTER_KEYS
     from wavetrain.model import load_model, presets, read_model
@@ -126,24 +116,24 @@ def load(target: str, *, seq_len: int | None = None) -> Model | Cluster:
     if kind in node_names() or kind in device_names():
         return load_cluster(target)
     path = Path(target)
-    if target in presets() or path.is_dir():
+    if target in presets() or (exists(path) and path.is_dir()):
         return load_model(target, seq_len=seq_len)
-    if not path.exists():
+    if not exists(path):
         raise InputError(_unknown(target, (*presets(), *node_names(), *device_names())))
     node = read_document(path)
     keys = set(node.value) if isinstance(node.value, dict) else set()
-    if keys & {"schema", "model_type"} or keys & set(MODEL_KEYS) and not keys & set(CLUSTER_KEYS):
+    if keys & {"schema", "model_type"} or (keys & set(MODEL_KEYS) and not keys & set(CLUSTER_KEYS)):
         return read_model(node, seq_len=seq_len)
     if keys & set(CLUSTER_KEYS):
         return read_cluster(node)
-    return _neither(node.where, keys, (*MODEL_KEYS, *CLUSTER_KEYS, "schema", "model_type"))
+    raise _neither(node.where, keys, (*MODEL_KEYS, *CLUSTER_KEYS, "schema", "model_type"))
 
 
-def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> Any:
+def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
     near = {key: nearest(key, legal) for key in sorted(keys)}
     rule = "neither a model (layers, hidden, heads, vocab ...; or model_type) nor a cluster (node, nodes ...)"
     problems = [Problem(where=where, key=key, rule="unknown key", nearest=n) for key, n in near.items() if n]
-    raise InputError([Problem(where=where, key=", ".join(sorted(keys)[:5]), rule=rule), *problems])
+    return InputError([Problem(where=where, key=", ".join(sorted(keys)[:5]), rule=rule), *problems])
 
 
 def _unknown(target: str, names: tuple[str, ...]) -> Problem:
@@ -155,8 +145,8 @@ def _unknown(target: str, names: tuple[str, ...]) -> Problem:
 
 def _one_of(option: str, value: str, legal: Sequence[str]) -> str:
     if value not in legal:
-        near = nearest(value, legal)
-        raise InputError(Problem(where=option, value=value, rule=f"unknown value {value}", legal=tuple(legal), nearest=near))
+        rule = f"unknown value {value}"
+        raise InputError(Problem(where=option, rule=rule, legal=tuple(legal), nearest=nearest(value, legal)))
     return value
 
 
@@ -168,6 +158,8 @@ def _print(document: dict[str, Any], card: RenderableType, as_json: bool) -> Non
         return
     from rich.console import Console
 
-    Console(highlight=False, markup=False).print(card)
-
-
+    console = Console(highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(card)
+    for line in captured.get().splitlines():
+        print(line.rstrip())  # a table pads its last column

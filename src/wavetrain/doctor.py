@@ -54,7 +54,7 @@ def _python() -> Check:
 
 
 def _core() -> Check:
-    return _packages("core packages", ("numpy", "PyYAML", "rich", "typer"), State.BAD, "pip install wavetrain")
+    return _packages("core packages", ("PyYAML", "rich", "typer"), State.BAD, "pip install wavetrain")
 
 
 def _torch() -> Check:
@@ -78,7 +78,7 @@ def _bf16() -> Check:
     name = "bf16 matmul"
     if not _has("torch"):
         return Check(name, State.NOTE, "not tried: no torch", "pip install 'wavetrain[train]'")
-    program = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+    program = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
     setting = os.environ.get(ONEDNN, "")
     if _runs(program, os.environ):
         return Check(name, State.FINE, f"works{f' with {ONEDNN}={setting}' if setting else ''}")
@@ -110,7 +110,8 @@ def _accelerators() -> Check:
         if done.returncode == 0 and names:
             return Check(name, State.FINE, f"{len(names)} x {names[0]}")
         return Check(name, State.BAD, "nvidia-smi lists none", "check the driver")
-    return Check(name, State.NOTE, f"none found; {os.cpu_count()} CPU cores", "plans need none; training here uses gloo")
+    found = f"none found; {os.cpu_count()} CPU cores"
+    return Check(name, State.NOTE, found, "plans need none; training here uses gloo")
 
 
 def _memory() -> Check:
@@ -122,7 +123,7 @@ def _disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     if free >= LEAST_DISK:
         return Check("disk here", State.FINE, f"{format_bytes(free)} free")
-    return Check("disk here", State.BAD, f"{format_bytes(free)} free", "checkpoints need room: free some, or run elsewhere")
+    return Check("disk here", State.BAD, f"{format_bytes(free)} free", "checkpoints need room: free some")
 
 
 def _hostname() -> Check:

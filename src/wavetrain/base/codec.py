@@ -84,22 +84,21 @@ def _decode(hint: Any, node: Node, key: str, problems: list[Problem]) -> object:
         return _decode_tuple(arguments, node, key, problems)
     if is_dataclass(hint):
         return _decode_fields(cast(type, hint), node, key, problems)
-    legal: tuple[str, ...] = ()
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        legal = tuple(str(member.value) for member in hint)
-        if node.value in legal:
-            return hint(node.value)
-    elif origin is typing.Literal:
-        legal = tuple(map(str, arguments))
-        if node.value in arguments:
-            return node.value
-    elif hint is float and type(node.value) is int:
-        return float(node.value)
-    elif hint in (int, float, str, bool) and type(node.value) is hint:
-        return node.value
-    expected = "one of the possible values" if legal else getattr(hint, "__name__", str(hint))
-    near = nearest(node.value, legal) if isinstance(node.value, str) else ()
-    _complain(node, key, f"must be {expected}, not {node.what}", problems, legal=legal, near=near)
+    if origin is typing.Literal or issubclass(hint, Enum):
+        return _decode_word(hint, node, key, problems)
+    value: object = float(node.value) if hint is float and type(node.value) is int else node.value
+    if type(value) is hint:
+        return value
+    _complain(node, key, f"must be {hint.__name__}, not {node.what}", problems)
+    return None
+
+
+def _decode_word(hint: Any, node: Node, key: str, problems: list[Problem]) -> object:
+    words = {str(word): word for word in typing.get_args(hint) or [member.value for member in hint]}
+    if isinstance(node.value, str) and node.value in words:
+        return words[node.value] if typing.get_origin(hint) is typing.Literal else hint(words[node.value])
+    near = nearest(node.value, words) if isinstance(node.value, str) else ()
+    _complain(node, key, "must be one of the possible values", problems, legal=tuple(words), near=near)
     return None
 
 

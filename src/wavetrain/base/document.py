@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from json.decoder import scanstring
+from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import TypeAlias
 
@@ -71,6 +71,14 @@ def read_document(path: Path) -> Node:
     text = read_text(path)
     parse = parse_json if path.suffix.lower() == ".json" else parse_yaml
     return parse(text, file=str(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or directory; a name no file can have is not there."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def read_text(path: Path) -> str:
@@ -136,11 +144,13 @@ class _Builder:
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_WORDS: dict[str, bool | None] = {"": None, "~": None}
-_WORDS |= {form: None for form in ("null", "Null", "NULL")}
-_WORDS |= {form: True for form in ("true", "True", "TRUE")}
-_WORDS |= {form: False for form in ("false", "False", "FALSE")}
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
+_WORDS: dict[str, bool | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 
 
 def parse_yaml(text: str, *, file: str) -> Node:
@@ -152,7 +162,7 @@ def parse_yaml(text: str, *, file: str) -> Node:
         root = Node(None, file, 1)
         documents = 0
         for event in events:
-            line = event.start_mark.line + 1
+            line = _line(event)
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
@@ -171,16 +181,20 @@ def parse_yaml(text: str, *, file: str) -> Node:
     return build.done(root)
 
 
-def _yaml_node(event: yaml.NodeEvent, events: Iterator[yaml.Event], build: _Builder, depth: int) -> Node:
-    line = event.start_mark.line + 1
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
+
+
+def _yaml_node(event: yaml.Event, events: Iterator[yaml.Event], build: _Builder, depth: int) -> Node:
+    line = _line(event)
     build.enter(line, depth)
     if isinstance(event, yaml.AliasEvent):
         build.complain(line, "aliases (*name) are not allowed; write the value out")
         return Node(None, build.file, line)
-    if event.anchor:
+    if getattr(event, "anchor", None):
         build.complain(line, "anchors (&name) are not allowed; write the value out where it is needed")
-    if getattr(event, "tag", None):
-        build.complain(line, f"tags ({event.tag}) are not allowed")
+    if tag := getattr(event, "tag", None):
+        build.complain(line, f"tags ({tag}) are not allowed")
     if isinstance(event, yaml.ScalarEvent):
         value = _yaml_scalar(event.value, build, line) if event.implicit[0] else event.value
         return build.scalar(value, line)
@@ -188,7 +202,7 @@ def _yaml_node(event: yaml.NodeEvent, events: Iterator[yaml.Event], build: _Buil
         return Node(tuple(_yaml_items(events, build, depth)), build.file, line)
     items: dict[str, Node] = {}
     while not isinstance(key_event := next(events), yaml.MappingEndEvent):
-        key_line = key_event.start_mark.line + 1
+        key_line = _line(key_event)
         if isinstance(key_event, yaml.ScalarEvent):
             key = key_event.value
         else:
@@ -217,7 +231,9 @@ def _yaml_scalar(text: str, build: _Builder, line: int) -> Scalar:
     if _INT.fullmatch(text):
         return _whole(text, build, line)
     if _FLOAT.fullmatch(text):
-        return float(text.replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf").replace(".n", "n").replace(".N", "n"))
+        return float(text)
+    if match := _NOT_FINITE.fullmatch(text):
+        return float(match[1] + match[2])
     return text
 
 
@@ -293,9 +309,10 @@ class _JsonReader:
 
     def string(self, at: int) -> tuple[str, int]:
         try:
-            return scanstring(self.text, at + 1, True)
+            word, end = scanstring(self.text, at + 1, True)
         except json.JSONDecodeError as error:
             raise self.fail(error.pos, error.msg) from None
+        return str(word), int(end)
 
     def members(self, at: int, depth: int) -> tuple[dict[str, Node], int]:
         items: dict[str, Node] = {}

@@ -1,7 +1,9 @@
-"""Errors a user can act on.
+"""Errors a user can act on. The tree:
 
     WavetrainError           everything we raise on purpose
       InputError    exit 2   one or more Problems: what, where, rule, legal values, nearest
+
+Each class knows the exit code it ends the command line with.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        head = printable(self.where)
+        head = printable(self.where, most=2000)
         if self.key:
             shown = "" if self.value is None else f": {printable(self.value)}"
             head += f"  {printable(self.key)}{shown}"

@@ -186,8 +186,9 @@ class Fields:
                 raise ValueError(f"must be a list of 1 to {most:,} items")
             return node.value
 
-        value = self._get(key, convert, default, ())
-        return value if isinstance(value, tuple) else ()
+        none: tuple[Node, ...] = ()
+        value = self._get(key, convert, default, none)
+        return value if isinstance(value, tuple) else none
 
     def item(self, key: str, position: int, node: Node) -> Fields:
         """Fields of one item of a list."""

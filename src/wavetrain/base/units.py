@@ -43,7 +43,10 @@ EXACT = Context(prec=800)  # holds any sum or difference of two doubles in full
 
 
 def shifted(value: float, places: int) -> float:
-    """value * 10**places by moving the decimal point: shifting back gives the same value, which a product may not."""
+    """value * 10**places by moving the decimal point.
+
+    A number of up to 15 digits comes back the same when shifted back, which a product does not promise.
+    """
     return float(EXACT.scaleb(Decimal(repr(value)), places))
 
 

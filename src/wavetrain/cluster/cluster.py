@@ -178,5 +178,3 @@ def _slowest(tiers: list[Tier], num_devices: int) -> Tier:
         latency_s=max(tier.latency_s for tier in tiers),
         sharers=max(tier.sharers for tier in tiers),
     )
-
-

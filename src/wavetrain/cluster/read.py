@@ -6,6 +6,8 @@
       like: dgx-a100
       device: {like: a100-sxm-80gb, usd_per_hour: 1.2}
       network: {nic_gbit_per_s: 100}
+
+What is not stated comes from the entry it is like.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from wavetrain.base.document import Node as Doc
-from wavetrain.base.document import merge, parse_yaml, read_document
+from wavetrain.base.document import exists, merge, parse_yaml, read_document
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.fields import Fields
 from wavetrain.base.units import GIB, shifted
@@ -35,10 +37,10 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if kind in node_names() or kind in device_names():
         return _named(name, kind, count)
     path = Path(name_or_path)
+    if not exists(path):
+        raise InputError(_unknown(name, kind))
     if path.is_dir():
         raise InputError(Problem(where=name, rule="is a directory, not a cluster file"))
-    if not path.exists():
-        raise InputError(_unknown(name, kind))
     return read_cluster(read_document(path))
 
 
@@ -47,17 +49,19 @@ def read_cluster(doc: Doc) -> Cluster:
     f = Fields(doc)
     name = f.text("name", default=Path(doc.file).stem)
     if f.has("groups"):
-        groups = tuple(_group(f.item("groups", i, item)) for i, item in enumerate(f.list_of("groups", most=MOST_GROUPS)))
+        items = enumerate(f.list_of("groups", most=MOST_GROUPS))
+        groups = tuple(_group(f.item("groups", i, item)) for i, item in items)
     elif f.has("node"):
         groups = (_group(f, named=False),)
     else:
         count = f.whole("nodes", most=MOST_NODES, default=1)
-        groups = (Group(_node_fields(f, f), count),)
+        groups = (Group(_node_fields(f), count),)
     several = sum(group.count for group in groups) > 1
     lonely = [group.node.name for group in groups if several and group.node.network is None]
     if lonely and not f.problems:
         rule = f"nodes of type {lonely[0]} have no network, so there can be only one"
-        f.complain("network", rule, remedy="give network: {name: ethernet, nics: 1, nic_gbit_per_s: 100, latency_us: 14}")
+        remedy = "give network: {name: ethernet, nics: 1, nic_gbit_per_s: 100, latency_us: 14}"
+        f.complain("network", rule, remedy=remedy)
     f.finish()
     return Cluster(name, groups, tuple(Source(key, source) for key, source in f.sources.items()))
 
@@ -160,7 +164,8 @@ def _resolved(f: Fields, key: str, folder: str) -> Fields:
 
 def _without_replaced(entry: Doc, stated: Doc) -> Doc:
     """Give a named device of the entry the form `{like: name}` so that a stated mapping can refine it."""
-    assert isinstance(entry.value, dict) and isinstance(stated.value, dict)
+    assert isinstance(entry.value, dict)
+    assert isinstance(stated.value, dict)
     device, over = entry.value.get("device"), stated.value.get("device")
     if device is None or over is None or not isinstance(over.value, dict) or isinstance(device.value, dict):
         return entry
@@ -170,12 +175,12 @@ def _without_replaced(entry: Doc, stated: Doc) -> Doc:
 
 def _node(f: Fields, key: str) -> Node:
     own = _resolved(f, key, "nodes")
-    node = _node_fields(own, f)
+    node = _node_fields(own)
     own.check_unknown()
     return node
 
 
-def _node_fields(f: Fields, parent: Fields) -> Node:
+def _node_fields(f: Fields) -> Node:
     name = f.text("name", default="node")
     title = f.text("title", default=name)
     num_devices = f.whole("devices", most=MOST_DEVICES)
@@ -198,7 +203,7 @@ def _check_tiers(f: Fields, tiers: tuple[Tier, ...], num_devices: int) -> None:
     if sizes != sorted(set(sizes)):
         f.complain("tiers", f"must grow from the innermost out, not {', '.join(map(str, sizes))}")
     elif num_devices > 1 and (not sizes or sizes[-1] < num_devices) and f.good("devices"):
-        f.complain("tiers", f"must reach all {num_devices} devices of the node; the last one's size says how many it joins")
+        f.complain("tiers", f"must reach all {num_devices} devices of the node: the last one joins too few")
 
 
 def _device(f: Fields) -> Device:

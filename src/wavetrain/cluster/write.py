@@ -1,4 +1,4 @@
-"""A cluster as the YAML that `load_cluster` reads back to an equal value (sources aside, which stay with the catalog)."""
+"""A cluster as the YAML that `load_cluster` reads back to an equal value."""
 
 from __future__ import annotations
 

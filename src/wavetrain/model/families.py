@@ -178,6 +178,7 @@ _GPT_STYLE: dict[str, object] = {
     "tied": True,
     "dropout": True,
 }
+_BARE_STYLE = _GPT_STYLE | {"positions": "alibi", "dropout": False, "bias": False, "norm_bias": False}
 _ROTARY_STYLE: dict[str, object] = {
     "positions": "rotary",
     "norm": "rmsnorm",
@@ -195,7 +196,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(_GPT_NEOX, defaults=_GPT_STYLE | {"positions": "rotary", "tied": False, "dropout": False}),
     "opt": Family(_OPT, defaults=_GPT_STYLE | {"activation": "relu"}),
     "bloom": Family(_BLOOM, defaults=_GPT_STYLE | {"positions": "alibi", "dropout": False, "embedding_norm": True}),
-    "mpt": Family(_MPT, defaults=_GPT_STYLE | {"positions": "alibi", "dropout": False, "bias": False, "norm_bias": False}),
+    "mpt": Family(_MPT, defaults=_BARE_STYLE),
     "bert": Family(
         _BERT,
         defaults=_GPT_STYLE

@@ -7,13 +7,14 @@ sizes that make a model (layers, hidden, heads, vocabulary) must be in the file;
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from typing import Literal
 
 from wavetrain.base.document import Node
 from wavetrain.base.errors import nearest
 from wavetrain.base.fields import Fields
-from wavetrain.model.architecture import Architecture, NormPlace, Stretch
+from wavetrain.model.architecture import Architecture, Stretch
 from wavetrain.model.limits import (
     MOST_EXPERTS,
     MOST_FFN,
@@ -170,6 +171,8 @@ def _bloom(c: Fields) -> Architecture:
 def _mpt(c: Fields) -> Architecture:
     hidden, heads, head_dim = _widths(c, hidden="d_model", heads="n_heads")
     attention = c.section("attn_config") if c.has("attn_config") else None
+    if c.whole("expansion_ratio", most=64, default=4) != 4 and c.good("expansion_ratio"):
+        c.complain("expansion_ratio", "must be 4: transformers builds MPT with 4, whatever this says")
     return Architecture(
         family="mpt",
         layers=_uniform(c, "n_layers"),
@@ -177,7 +180,7 @@ def _mpt(c: Fields) -> Architecture:
         heads=heads,
         kv_heads=heads,
         head_dim=head_dim,
-        ffn=c.whole("expansion_ratio", most=64, default=4) * hidden,
+        ffn=4 * hidden,
         vocab=_vocab(c),
         seq_len=c.whole("max_seq_len", most=MOST_SEQ_LEN, default=2048),
         positions="alibi",  # transformers builds no position table, whatever learned_pos_emb says
@@ -225,7 +228,7 @@ def _bert(c: Fields) -> Architecture:
 
 def _llama(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    return _rotary(c, "llama", attention_bias=(bias, bias), mlp_bias=c.flag("mlp_bias", default=False))
+    return replace(_rotary(c, "llama"), qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", default=False))
 
 
 def _mistral(c: Fields) -> Architecture:
@@ -237,38 +240,35 @@ def _mixtral(c: Fields) -> Architecture:
 
 
 def _qwen2(c: Fields) -> Architecture:
-    return _rotary(c, "qwen2", attention_bias=(True, False), window=_switched_window(c), windows="late")
+    return replace(_rotary(c, "qwen2", window=_switched_window(c), windows="late"), qkv_bias=True)
 
 
 def _qwen3(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    window = _switched_window(c)
-    return _rotary(c, "qwen3", attention_bias=(bias, bias), window=window, windows="late", head_dim=128, qk_norm=True)
+    common = _rotary(c, "qwen3", window=_switched_window(c), windows="late", head_dim=128)
+    return replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def _qwen3_moe(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    window = _switched_window(c)
-    return _rotary(c, "qwen3_moe", attention_bias=(bias, bias), window=window, qk_norm=True, experts=True)
+    common = _rotary(c, "qwen3_moe", window=_switched_window(c), experts=True)
+    return replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def _gemma2(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    return _rotary(
-        c,
-        "gemma2",
-        attention_bias=(bias, bias),
-        window=_window(c, 4096),
-        windows="alternate",
-        head_dim=256,
+    return replace(
+        _rotary(c, "gemma2", window=_window(c, 4096), windows="alternate", head_dim=256),
+        qkv_bias=bias,
+        out_bias=bias,
         activation=_activation(c, "hidden_activation", "gelu_pytorch_tanh"),
-        tied=True,
+        tied=_tied(c, True),
         norm_place="both",
     )
 
 
 def _phi3(c: Fields) -> Architecture:
-    return _rotary(c, "phi3", window=_window(c, None), dropout=_rate(c, "resid_pdrop", 0.0))
+    return replace(_rotary(c, "phi3", window=_window(c, None)), dropout=_rate(c, "resid_pdrop", 0.0))
 
 
 READERS: dict[str, Callable[[Fields], Architecture]] = {
@@ -292,20 +292,13 @@ READERS: dict[str, Callable[[Fields], Architecture]] = {
 # --- what the rotary, RMSNorm, gated families share ---
 
 
-def _rotary(  # the families differ in few ways, each an argument here
+def _rotary(
     c: Fields,
     family: str,
     *,
-    attention_bias: tuple[bool, bool] = (False, False),
-    mlp_bias: bool = False,
     window: int | None = None,
     windows: Windows = "all",
     head_dim: int | None = None,
-    qk_norm: bool = False,
-    activation: str = "",
-    tied: bool = False,
-    dropout: bool = False,
-    norm_place: NormPlace = "before",
     experts: bool = False,
 ) -> Architecture:
     hidden, heads, width = _widths(c, default_head_dim=head_dim)
@@ -321,14 +314,8 @@ def _rotary(  # the families differ in few ways, each an argument here
         ffn=ffn,
         vocab=_vocab(c),
         seq_len=_seq_len(c, 2048),
-        norm_place=norm_place,
-        qk_norm=qk_norm,
-        activation=activation or _activation(c, "hidden_act", "silu"),
-        qkv_bias=attention_bias[0],
-        out_bias=attention_bias[1],
-        mlp_bias=mlp_bias,
-        tied=_tied(c, tied),
-        dropout=dropout,
+        activation=_activation(c, "hidden_act", "silu"),
+        tied=_tied(c, False),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
         window=window,
         experts=num_experts,

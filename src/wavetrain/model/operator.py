@@ -74,7 +74,8 @@ class Size:
     terms: tuple[Term, ...]
 
     def at(self, work: Work) -> int:
-        return round(sum(t.factor * work.microbatch**t.microbatches * work.seq_len**t.lengths for t in self.terms))
+        b, s = work.microbatch, work.seq_len
+        return round(sum(float(t.factor * b**t.microbatches * s**t.lengths) for t in self.terms))
 
     def times(self, factor: float) -> Size:
         return Size(tuple(Term(t.factor * factor, t.microbatches, t.lengths) for t in self.terms))
@@ -101,10 +102,10 @@ class Parameter:
 class _Operator:
     """What holds unless an operator says otherwise: no matrix product, and no dimension to slice."""
 
-    def forward_flops(self, work: Work) -> int:
+    def forward_flops(self, work: Work) -> int:  # noqa: ARG002 - the interface of those that have products
         return 0
 
-    def backward_flops(self, work: Work) -> tuple[int, int]:
+    def backward_flops(self, work: Work) -> tuple[int, int]:  # noqa: ARG002
         """FLOPs of the input gradient and of the weight gradient."""
         return 0, 0
 

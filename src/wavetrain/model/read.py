@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from wavetrain.base.codec import decode, dumps, encode
-from wavetrain.base.document import Node, parse_yaml, read_document
+from wavetrain.base.document import Node, exists, parse_yaml, read_document
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.fields import Fields
 from wavetrain.model.hf import READERS, read_config
@@ -27,7 +27,7 @@ def load_model(name_or_path: str | Path, *, seq_len: int | None = None) -> Model
     if name in presets():
         return _from_short(name, presets()[name], seq_len)
     path = Path(name_or_path)
-    if not path.exists():
+    if not exists(path):
         raise InputError(_unknown(name))
     if path.is_dir():
         path = _config_in(path)

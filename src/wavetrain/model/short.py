@@ -7,6 +7,8 @@
     ffn: 11008
     vocab: 32000
     seq_len: 4096
+
+What is not stated follows from the family.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ one `Traced` operator of that module. Parameters come from the module itself, so
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -46,7 +48,8 @@ FREE = {
     *("view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split"),
     *("chunk", "t", "detach", "alias", "arange", "ones", "zeros", "full", "new_zeros", "new_ones", "empty", "unbind"),
     *("lift_fresh_copy", "contiguous", "flatten", "unflatten", "_assert_tensor_metadata", "numpy_T", "expand_as"),
-    *("getitem", "view_as", "split_with_sizes", "narrow", "unsafe_split", "_unsafe_view", "ones_like", "zeros_like", "full_like"),
+    *("getitem", "view_as", "split_with_sizes", "narrow", "unsafe_split", "_unsafe_view", "ones_like", "zeros_like"),
+    *("full_like", "empty_like"),
 }
 CASTS = {"to", "_to_copy"}
 # Elementwise results whose backward needs none of their inputs.
@@ -110,11 +113,14 @@ def _export(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export logs the whole graph when it fails; our error says what matters."""
+    """torch.export logs and prints the whole graph when it fails; our error says what matters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
     try:
-        yield
+        with redirect_stdout(nowhere), redirect_stderr(nowhere), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -122,7 +128,7 @@ def _quiet() -> Iterator[None]:
 def _free_dims(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
-    return dict.fromkeys(range(min(value.ndim, 2)), Dim.AUTO)  # type: ignore[attr-defined]
+    return dict.fromkeys(range(min(value.ndim, 2)), Dim.AUTO)
 
 
 # --- sizes: torch's symbolic integers as polynomials in microbatch and sequence length ---
@@ -163,13 +169,26 @@ def _formula(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
-def _shape(node: Node) -> tuple[Any, ...]:
+def _tensor(node: Node) -> torch.Tensor | None:
+    """The tensor a node stands for; of several results the first, which is the one of size."""
     value = node.meta.get("val")
-    return tuple(map(_formula, value.shape)) if isinstance(value, torch.Tensor) else ()
+    if isinstance(value, list | tuple):
+        value = next((item for item in value if isinstance(item, torch.Tensor)), None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _shape(node: Node) -> tuple[Any, ...]:
+    tensor = _tensor(node)
+    return () if tensor is None else tuple(map(_formula, tensor.shape))
 
 
 def _numel(node: Node) -> Any:
-    return sympy.prod(_shape(node)) if isinstance(node.meta.get("val"), torch.Tensor) else sympy.Integer(0)
+    return sympy.Integer(0) if _tensor(node) is None else sympy.prod(_shape(node))
+
+
+def _is_float(node: Node) -> bool:
+    tensor = _tensor(node)
+    return tensor is not None and tensor.is_floating_point()
 
 
 # --- the graph ---
@@ -183,9 +202,10 @@ class _Graph:
         self.symbols = _Symbols()
         signature = program.graph_signature
         for node in program.graph.nodes:
-            if node.op == "placeholder" and node.name in signature.user_inputs and "val" in node.meta:
-                if isinstance(node.meta["val"], torch.Tensor):
-                    self.symbols.add(node.meta["val"])
+            given = node.op == "placeholder" and node.name in signature.user_inputs
+            tensor = _tensor(node)
+            if given and tensor is not None:
+                self.symbols.add(tensor)
         self.names = _names_of(module)
         self.parameter_of: dict[str, str] = dict(signature.inputs_to_parameters)  # by node name
         self.seen: set[str] = set()
@@ -215,11 +235,11 @@ class _Graph:
 
     def _working_nodes(self) -> Iterator[Node]:
         for node in self.nodes:
-            inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            inputs = [n for n in node.all_input_nodes if _tensor(n) is not None]
             owners = {self.parameter_of[n.name] for n in inputs if n.name in self.parameter_of}
             if _op(node) in FREE | CASTS and len(owners) == len(inputs) == 1:
                 self.parameter_of[node.name] = owners.pop()  # a view of a parameter is the parameter
-            if isinstance(node.meta.get("val"), torch.Tensor) and _op(node) not in FREE:
+            if _tensor(node) is not None and _op(node) not in FREE:
                 yield node
 
     def _operators(self, path: str, nodes: list[Node]) -> Iterator[Operator]:
@@ -243,7 +263,7 @@ class _Graph:
     def _memory_bound(self, path: str, nodes: list[Node]) -> Operator:
         parameters = self.claim(path, nodes)
         ops = sorted({_op(node) for node in nodes})
-        floats = [node for node in nodes if node.meta["val"].is_floating_point()]
+        floats = [node for node in nodes if _is_float(node)]
         elements = self.symbols.size(sum((_numel(node) for node in floats), sympy.Integer(0)))
         is_norm = bool(parameters) and ("rsqrt" in ops or "layer_norm" in ops or "rms_norm" in ops)
         if is_norm and all(len(p.shape) == 1 for p in parameters):
@@ -286,8 +306,9 @@ def _names_of(module: torch.nn.Module) -> _Names:
 
 
 def _op(node: Node) -> str:
-    target = node.target
-    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    """The operator's short name: aten.linear.default -> linear."""
+    parts = str(node.target).split(".") if hasattr(node.target, "overloadpacket") else []
+    return parts[1] if len(parts) > 1 else getattr(node.target, "__name__", str(node.target))
 
 
 def _module_path(node: Node) -> str:
@@ -330,7 +351,8 @@ def _as_linear(graph: _Graph, path: str, node: Node, x: Node, inputs: int, outpu
 
 def _attention(graph: _Graph, path: str, node: Node) -> Operator:
     query, key = node.args[0], node.args[1]
-    assert isinstance(query, Node) and isinstance(key, Node)
+    assert isinstance(query, Node)
+    assert isinstance(key, Node)
     lengths = graph.symbols.length
     q, k = _shape(query), _shape(key)
     if len(q) != 4 or len(k) != 4 or q[2] not in lengths or k[2] not in lengths:
@@ -381,7 +403,7 @@ def _einsum_flops(node: Node) -> Any:
     equation, operands = str(node.args[0]), node.args[1]
     assert isinstance(operands, list | tuple)
     sizes: dict[str, Any] = {}
-    for letters, operand in zip(equation.split("->")[0].split(","), operands, strict=True):
+    for letters, operand in zip(equation.partition("->")[0].split(","), operands, strict=True):
         sizes |= dict(zip(letters.replace(" ", ""), _shape(operand), strict=True))
     return 2 * sympy.prod(sizes.values())
 
@@ -414,9 +436,8 @@ def _merged(found: list[tuple[str, Operator]]) -> list[tuple[str, Operator]]:
     for layer, operator in found:
         label = (layer, operator.name)
         counts[label] += 1
-        if counts[label] > 1:
-            operator = replace(operator, name=f"{operator.name}#{counts[label]}")
-        unique.append((layer, operator))
+        suffix = f"#{counts[label]}" if counts[label] > 1 else ""
+        unique.append((layer, replace(operator, name=operator.name + suffix)))
     return unique
 
 
@@ -466,4 +487,3 @@ def _unnumbered(operator: Operator, layer_path: str, pattern: str) -> Operator:
 
     parameters = tuple(Parameter(general(p.name), p.shape, general(p.tied)) for p in operator.parameters)
     return replace(operator, name=general(operator.name), parameters=parameters)
-

@@ -45,7 +45,7 @@ def _total(cluster: Cluster, field: str) -> int:
 def cluster_card(cluster: Cluster) -> RenderableType:
     """The same for people."""
     nodes = [facts(printable(group.node.title), _node_facts(group.node)) for group in cluster.groups]
-    return Group(facts(printable(cluster.name), _facts(cluster)), "", *nodes, _tier_table(cluster))
+    return Group(facts(printable(cluster.name), _facts(cluster)), "", *nodes, "", _tier_table(cluster))
 
 
 def _facts(cluster: Cluster) -> Iterator[tuple[str, str]]:

@@ -79,9 +79,8 @@ def _operator_document(operator: Operator, work: Work) -> Json:
 
 def model_card(model: Model, work: Work) -> RenderableType:
     """The same for people."""
-    return Group(
-        facts(printable(model.name), _facts(model, work)), _layer_table(model, work), *_operator_tables(model, work)
-    )
+    heading = facts(printable(model.name), _facts(model, work))
+    return Group(heading, "", _layer_table(model, work), "", _operator_table(model, work))
 
 
 def _facts(model: Model, work: Work) -> Iterator[tuple[str, str]]:
@@ -89,7 +88,8 @@ def _facts(model: Model, work: Work) -> Iterator[tuple[str, str]]:
         yield "source", printable(model.source, most=200)
     if model.architecture:
         a = model.architecture
-        yield "shape", f"{a.family}: {a.num_layers} layers, hidden {a.hidden}, {_heads(a.heads, a.kv_heads, a.head_dim)}"
+        heads = _heads(a.heads, a.kv_heads, a.head_dim)
+        yield "shape", f"{a.family}: {a.num_layers} layers, hidden {a.hidden}, {heads}"
         mixture = f", {a.experts} experts of {a.expert_ffn}, {a.experts_per_token} per token" if a.experts else ""
         yield "", f"ffn {a.ffn} {a.mlp} {a.activation}{mixture}, vocabulary {a.vocab}, {a.positions} positions"
     yield "parameters", f"{model.num_parameters:,}  ({format_count(model.num_parameters)})"
@@ -120,18 +120,17 @@ def _layer_table(model: Model, work: Work) -> Table:
     return table
 
 
-def _operator_tables(model: Model, work: Work) -> Iterator[Table]:
+def _operator_table(model: Model, work: Work) -> Table:
     """The operators of the layer that repeats most."""
     layer = max(model.layers, key=lambda item: model.counts[item.name])
-    table = grid(f"operators of {printable(layer.name)}", "kind", ">parameters", ">FLOPs", ">saved", "split", ">slices")
+    table = grid(f"in {printable(layer.name)}", "kind", ">parameters", ">FLOPs", ">saved", "split")
     for operator in layer.operators:
         table.add_row(
             printable(operator.name.removeprefix(layer.path + ".")),
             operator.kind,
-            f"{num_parameters(operator):,}",
+            format_count(num_parameters(operator)),
             format_rate(operator.forward_flops(work), ""),
             format_bytes(operator.saved_bytes(work)),
             operator.axis.value,
-            str(max(slice_counts(operator))),
         )
-    yield table
+    return table

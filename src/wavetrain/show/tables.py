@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
@@ -21,7 +20,7 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def grid(*columns: str) -> Table:
     """A table; a column whose name starts with > is aligned to the right."""
-    table = Table(box=SIMPLE, header_style="bold", padding=(0, 1), pad_edge=False)
+    table = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
     for name in columns:
         right = name.startswith(">")
         table.add_column(Text(name.removeprefix(">")), justify="right" if right else "left", overflow="fold")

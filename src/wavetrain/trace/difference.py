@@ -1,4 +1,4 @@
-"""Two timelines of the same plan, compared event by event: what moved, what grew, what is missing, what was reordered."""
+"""Two timelines of the same plan, compared event by event: what moved, grew, is missing or was reordered."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({item.rank for item in (*self.events, *self.counters)}))
+        return tuple(sorted({event.rank for event in self.events} | {counter.rank for counter in self.counters}))
 
     @cached_property
     def start_s(self) -> float:

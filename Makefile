@@ -1,0 +1,38 @@
+# make demo: set up and do the main job on this machine.   make test: set up and pass all checks.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= 2
+# A bf16 product kills the process on some virtual CPUs unless this is set before torch is imported.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check bench format clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,report,dev]'
+	@touch $@
+
+demo: $(READY)
+	@PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
+
+test: check
+	$(BIN)/python -m pytest --numprocesses $(JOBS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(READY)
+	$(BIN)/python benchmarks/startup.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

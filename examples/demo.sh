@@ -1,0 +1,9 @@
+# What Wavetrain does so far of its main job, on this machine. Run by `make demo`.
+set -e
+say() { printf '\n$ %s\n' "$*"; "$@"; }
+
+say wavetrain describe llama3-8b
+say wavetrain describe dgx-h100:32
+say wavetrain describe examples/lab.yaml
+say python examples/own_module.py
+say wavetrain doctor

@@ -1,0 +1,111 @@
+"""README and docs are executed: their commands, their Python, and the paths they name."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./{}-]+)`|\]\(((?!http)[\w./-]+)\)")
+
+
+def blocks(language: str) -> list:
+    return [
+        pytest.param(match.group(2), id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for match in BLOCK.finditer(page.read_text())
+        if match.group(1) == language
+    ]
+
+
+def shell(command: str) -> str:
+    """What a command prints, in the repository, eighty columns wide."""
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": binaries, "COLUMNS": "80", "NO_COLOR": "1", "VENV": sys.prefix}
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    return done.stdout
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether what is shown is what was printed; a line of ... stands for any lines."""
+    lines = [line.rstrip() for line in printed.strip("\n").splitlines()]
+    parts = re.split(r"^\.\.\.$", shown.strip("\n"), flags=re.MULTILINE)
+    chunks = [[line.rstrip() for line in part.strip("\n").splitlines()] for part in parts]
+    at = 0
+    for number, chunk in enumerate(chunks):
+        size, last = len(chunk), number == len(chunks) - 1
+        starts = [at] if number == 0 else [len(lines) - size] if last and size else range(at, len(lines) + 1)
+        found = next((start for start in starts if start >= at and lines[start : start + size] == chunk), None)
+        if found is None:
+            return False
+        at = found + size
+    return len(chunks) > 1 or at == len(lines)
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_commands_print_what_is_shown(block):
+    first, _, shown = block.partition("\n")
+    assert first.startswith("$ ")
+    printed = shell(first.removeprefix("$ "))
+    assert matches(shown, printed), printed
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_runs(block):
+    subprocess.run([sys.executable, "-W", "error", "-c", block], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_that_are_named_exist(page):
+    for match in PATH.finditer(page.read_text()):
+        inside, linked = match.groups()
+        path = ROOT / inside if inside else page.parent / linked
+        assert path.exists(), match.group()
+
+
+def test_the_number_of_tests_shown_is_theirs(request):
+    """`make test` can't be run from inside itself; what it collects can be counted."""
+    shown = int(re.search(r"^(\d+) passed$", (ROOT / "README.md").read_text(), re.MULTILINE)[1])
+    if len(request.session.items) > 1:  # a run of this test alone has nothing to compare with
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:xdist"]
+        collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert f"{shown} tests collected" in collected
+
+
+def test_contributing_is_short():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 50
+
+
+def test_matching_knows_a_difference():
+    assert matches("a\n...\nd", "a\nb\nc\nd\n")
+    assert matches("...\nd", "a\nd")
+    assert not matches("a\nb", "a\nc")
+    assert not matches("a\n...", "b\nc")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "CONTRIBUTING.md"])
+def test_the_project_has_its_papers(name):
+    assert (ROOT / name).read_text().strip()
+
+
+def test_no_machine_path_or_registry_is_written_down():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    hosts = re.compile(r"(?<![\w.])/(?:work|root|farm)/\w|extra-index-url|find-links")
+    for name in listed:
+        path = ROOT / name
+        if name != "tests/test_docs.py" and path.is_file():
+            assert not hosts.search(path.read_text(errors="ignore")), name
