@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from wavetrain.cli import main
+from wavetrain.model import load_model, write_model
 
 CASES = 2400
 BATCHES = 8
@@ -210,6 +211,59 @@ def twice(rng: random.Random, base: dict, suffix: str) -> Case:
     text = as_json(base) if suffix == "json" else as_yaml(base)
     extra = f',\n"{key}": 3}}' if suffix == "json" else f"\n{key}: 3\n"
     return suffix, (text[:-1] if suffix == "json" else text) + extra, key
+
+
+FAMILY_KEYS = {
+    "gpt2": ("n_layer", "n_embd", "n_head"),
+    "gpt_neox": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+    "opt": ("num_hidden_layers", "hidden_size", "num_attention_heads", "ffn_dim"),
+    "bloom": ("n_layer", "hidden_size", "n_head"),
+    "mpt": ("n_layers", "d_model", "n_heads"),
+    "bert": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"), tuple(CONFIG)[1:6]),
+    "mixtral": (*tuple(CONFIG)[1:6], "num_local_experts", "num_experts_per_tok"),
+    "qwen3_moe": (*tuple(CONFIG)[1:6], "num_experts", "num_experts_per_tok"),
+}
+NEVER_A_SIZE = ['"four"', "-1", "0", "1.5", "true", "[4]", "NaN", "1e999", "10000000000000000000", '{"value": 8}']
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_KEYS))
+def test_every_size_of_every_family_is_checked(family, tmp_path, capsys):
+    good = {"model_type": family, "vocab_size": 97, **dict.fromkeys(FAMILY_KEYS[family], 8)}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(good))
+    assert main(["describe", str(path)]) == 0, capsys.readouterr().err
+    for key in ("vocab_size", *FAMILY_KEYS[family]):
+        needed = not (key == "num_key_value_heads" and family in ("llama", "phi3"))
+        for bad in [*NEVER_A_SIZE, None] if needed else NEVER_A_SIZE:
+            spoilt = {name: value for name, value in good.items() if name != key}
+            path.write_text(as_json(spoilt if bad is None else spoilt | {key: Raw(bad)}))
+            assert main(["describe", str(path)]) == 2, (key, bad)
+            err = capsys.readouterr().err
+            assert key in err, (key, bad, err)
+            assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-gpt", "gemma2-9b"])
+def test_every_value_of_our_own_files_is_checked(name, tmp_path, capsys):
+    """A spoilt value may be harmless (a name, a flag), but it never ends in a traceback, an endless run or a NaN."""
+    write_model(load_model(name), tmp_path / "good.json")
+    good = json.loads((tmp_path / "good.json").read_text())
+    rng = random.Random(1)
+    paths = list(leaves(good))
+    refused = 0
+    for path in rng.sample(paths, min(len(paths), 150)):
+        for bad in ("-7", "0", "1e300", "10" + "0" * 90, '"x\\u0000"', "null", "[]", "true"):
+            (tmp_path / "bad.json").write_text(as_json(put(good, path, Raw(bad))))
+            code = main(["describe", str(tmp_path / "bad.json"), "--json"])
+            captured = capsys.readouterr()
+            assert code in (0, 2), (path, bad)
+            assert "Traceback" not in captured.err
+            assert ("bad.json:" in captured.err) == (code == 2)
+            refused += code == 2
+            if code == 0:
+                assert json.loads(captured.out)["num_parameters"] >= 0
+    assert refused > 600
 
 
 KINDS: list[Callable[[random.Random, dict, str], Case]] = [

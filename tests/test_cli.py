@@ -1,9 +1,12 @@
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 SHORT = "layers: 4\nhidden: 64\nheads: 4\nvocab: 100\nseq_len: 32\n"
 
 
@@ -58,6 +61,11 @@ def test_files_are_told_apart_by_their_keys(run, tmp_path):
         (["describe", "llama2-7b", "--attention", "flash"], "possible: fused, unfused"),
         (["describe", "llama2-7b", "--microbatch", "0"], "microbatch"),
         (["describe", "llama2-7b", "--seq-len", "-5"], "seq_len"),
+        (["describe", "examples/short.yaml", "--seq-len", "-5"], "seq_len"),
+        (["describe", "examples/short.yaml", "--seq-len", "0"], "seq_len"),
+        (["describe", "dgx-a100:2", "--seq-len", "5"], "an option for models"),
+        (["describe", "dgx-a100:2", "--dtype", "fp8"], "an option for models"),
+        (["describe", "h100"], "nearest: h100-"),
         (["describe"], "Missing argument"),
         (["describe", "llama2-7b", "--jsn"], "--json"),
         (["descibe"], "describe"),
@@ -66,7 +74,8 @@ def test_files_are_told_apart_by_their_keys(run, tmp_path):
         (["describe", "a\x00b"], "no "),
     ],
 )
-def test_bad_arguments_end_with_2(run, arguments, says):
+def test_bad_arguments_end_with_2(run, arguments, says, monkeypatch):
+    monkeypatch.chdir(ROOT)
     ran = run(*arguments)
     assert ran.code == 2
     assert says in ran.err
@@ -81,6 +90,22 @@ def test_the_installed_command_has_exit_codes():
     assert done.returncode == 2
     assert done.stderr.startswith("error: lama2-7b")
     assert "Traceback" not in done.stderr
+
+
+def test_a_pipe_is_not_waited_for(run, tmp_path):
+    os.mkfifo(tmp_path / "f.yaml")
+    ran = run("describe", str(tmp_path / "f.yaml"))
+    assert ran.code == 2
+    assert "regular file" in ran.err
+
+
+def test_a_terminal_without_the_letters_gets_escapes(tmp_path):
+    (tmp_path / "m.yaml").write_text(SHORT + "name: é\n", encoding="utf-8")
+    command = [sys.executable, "-m", "wavetrain", "describe", str(tmp_path / "m.yaml")]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0
+    assert "\\xe9" in done.stdout
 
 
 def test_a_closed_pipe_is_no_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavetrain import __version__
-from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest
+from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
 from wavetrain.base.units import DType
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from wavetrain.base.document import Node
     from wavetrain.cluster import Cluster
     from wavetrain.model import Model
 
@@ -36,6 +38,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a name outside the terminal's encoding must not end in a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=arguments, prog_name="wavetrain")
     except SystemExit as done:  # how typer ends, also after it has explained a wrong option
@@ -65,9 +70,9 @@ def _root(
 def describe(
     target: Annotated[str, typer.Argument(help="A model or cluster: a name, a file, or a node type with a count.")],
     seq_len: Annotated[int | None, typer.Option(help="Sequence length; default: the model's own.")] = None,
-    microbatch: Annotated[int, typer.Option(min=1, max=10**9, help="Sequences in a microbatch.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Number format of the activations.")] = "bf16",
-    attention: Annotated[str, typer.Option(help="fused or unfused.")] = "fused",
+    microbatch: Annotated[int | None, typer.Option(min=1, max=10**9, help="Sequences in a microbatch; 1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Number format of the activations; bf16.")] = None,
+    attention: Annotated[str | None, typer.Option(help="fused or unfused; fused.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what was understood from a model or a cluster."""
@@ -76,13 +81,17 @@ def describe(
     from wavetrain.show.cluster import cluster_card, cluster_document
     from wavetrain.show.model import model_card, model_document
 
-    kernel = AttentionKernel(_one_of("--attention", attention, tuple(AttentionKernel)))
-    number_format = DType(_one_of("--dtype", dtype, tuple(DType)))
+    kernel = AttentionKernel(_one_of("--attention", attention or "fused", tuple(AttentionKernel)))
+    number_format = DType(_one_of("--dtype", dtype or "bf16", tuple(DType)))
     described = load(target, seq_len=seq_len)
     if isinstance(described, Cluster):
+        options = {"--seq-len": seq_len, "--microbatch": microbatch, "--dtype": dtype, "--attention": attention}
+        given = [option for option, value in options.items() if value is not None]
+        if given:
+            raise InputError(Problem(where=given[0], rule=f"{target} is a cluster; this is an option for models"))
         _print(cluster_document(described), cluster_card(described), as_json)
         return
-    work = Work(described.seq_len, microbatch, number_format, kernel)
+    work = Work(described.seq_len, microbatch or 1, number_format, kernel)
     _print(model_document(described, work), model_card(described, work), as_json)
 
 
@@ -119,28 +128,29 @@ def load(target: str, *, seq_len: int | None = None) -> Model | Cluster:
     if target in presets() or (exists(path) and path.is_dir()):
         return load_model(target, seq_len=seq_len)
     if not exists(path):
-        raise InputError(_unknown(target, (*presets(), *node_names(), *device_names())))
+        names = (*presets(), *node_names(), *device_names())
+        raise InputError(unknown_name(target, "model, node type or device", names))
     node = read_document(path)
     keys = set(node.value) if isinstance(node.value, dict) else set()
-    if keys & {"schema", "model_type"} or (keys & set(MODEL_KEYS) and not keys & set(CLUSTER_KEYS)):
+    if _is_ours(node) or "model_type" in keys or (keys & set(MODEL_KEYS) and not keys & set(CLUSTER_KEYS)):
         return read_model(node, seq_len=seq_len)
     if keys & set(CLUSTER_KEYS):
         return read_cluster(node)
     raise _neither(node.where, keys, (*MODEL_KEYS, *CLUSTER_KEYS, "schema", "model_type"))
 
 
+def _is_ours(node: Node) -> bool:
+    """Whether a document says that Wavetrain wrote it."""
+    schema = node.value.get("schema") if isinstance(node.value, dict) else None
+    return schema is not None and isinstance(schema.value, str) and schema.value.startswith("wavetrain.")
+
+
 def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
-    near = {key: nearest(key, legal) for key in sorted(keys)}
+    shown = sorted(keys)[:5]
     rule = "neither a model (layers, hidden, heads, vocab ...; or model_type) nor a cluster (node, nodes ...)"
-    problems = [Problem(where=where, key=key, rule="unknown key", nearest=n) for key, n in near.items() if n]
-    return InputError([Problem(where=where, key=", ".join(sorted(keys)[:5]), rule=rule), *problems])
-
-
-def _unknown(target: str, names: tuple[str, ...]) -> Problem:
-    if "/" in target or target.lower().endswith((".json", ".yaml", ".yml")):
-        return Problem(where=target, rule="no such file")
-    near = nearest(target.partition(":")[0], names)
-    return Problem(where=target, rule="no model, node type or device of that name, and no such file", nearest=near)
+    near = ((key, nearest(key, legal)) for key in shown)
+    problems = [Problem(where=where, key=key, rule="unknown key", nearest=n) for key, n in near if n]
+    return InputError([Problem(where=where, key=", ".join(shown), rule=rule), *problems])
 
 
 def _one_of(option: str, value: str, legal: Sequence[str]) -> str:

@@ -43,16 +43,17 @@ class Thing:
     on: bool = False
 
 
+printable = st.text().filter(str.isprintable)
 things = st.builds(
     Thing,
-    st.text(),
+    printable,
     st.lists(
         st.builds(Round, st.floats(allow_nan=False, allow_infinity=False)) | st.builds(Square, st.integers(0, 10**40))
     ).map(tuple),
     st.sampled_from(Colour),
     st.sampled_from(["small", "large"]),
     st.tuples(st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
-    st.none() | st.text(),
+    st.none() | printable,
     st.booleans(),
 )
 
@@ -87,6 +88,7 @@ GOOD = '{"schema": "t/1", "name": "n", "shapes": [], "colour": "red"}'
         ('"red"', '"red", "pair": [1]', "thing.pair", "2 items"),
         ('"red"', '"red", "nam": 1', "thing.nam", "nearest: name"),
         ('"red"', '"red", "size": "big"', "thing.size", "small, large"),
+        ('"n"', '"\\u0007"', "thing.name", "printable"),
     ],
 )
 def test_what_is_wrong_is_named(old, new, key, says):

@@ -31,7 +31,7 @@ def numbers(value, key=""):
     elif isinstance(value, list):
         for item in value:
             yield from numbers(item, key)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value, None
 
 

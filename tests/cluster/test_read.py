@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +97,12 @@ def test_mixed_nodes_are_described(tmp_path):
     assert mixed.tiers[0].bytes_per_s == 25e9  # the slower of the two networks
     with pytest.raises(ValueError, match="2 kinds"):
         _ = mixed.device
+    pods = "{like: %s, network: {pod_nodes: %d, oversubscription: 4}}"
+    for pod, slower in ((100, 1), (1, 4)):
+        text = f"groups:\n  - node: {pods % ('dgx-a100', pod)}\n  - node: {pods % ('dgx-2', pod)}\n"
+        assert read(tmp_path, text).tiers[0].bytes_per_s == pytest.approx(12.5e9 / slower)
+    racks = read(tmp_path, "groups:\n  - {nodes: 2, node: gb200-nvl72}\n  - {node: dgx-h100}\n")
+    assert [tier.name for tier in racks.tiers] == ["infiniband"]
 
 
 @pytest.mark.parametrize("text", [MINE, OWN, MIXED])
@@ -102,7 +110,34 @@ def test_written_files_read_back_equal(tmp_path, text):
     cluster = read(tmp_path, text)
     path = tmp_path / "written.yaml"
     write_cluster(cluster, path)
-    assert load_cluster(path).groups == cluster.groups
+    assert load_cluster(path) == cluster
+
+
+@pytest.mark.parametrize("name", ["1e3", "0o17", "true", "null", "12", "é: #", "- x"])
+def test_names_that_look_like_something_else_survive(tmp_path, name):
+    quoted = json.dumps(name)
+    text = f"name: {quoted}\nnodes: 2\nnode: {{like: dgx-a100, host_w: {{value: 5, source: {quoted}}}}}\n"
+    cluster = read(tmp_path, text)
+    write_cluster(cluster, tmp_path / "written.yaml")
+    assert load_cluster(tmp_path / "written.yaml") == cluster
+    assert cluster.name == name
+
+
+def test_a_stated_number_has_the_source_stated_with_it(tmp_path):
+    text = "node: {like: dgx-a100, device: {memory_gib: {value: 40, note: mine}}}\n"
+    assert "node.device.memory_gib" not in {source.key for source in read(tmp_path, text).sources}
+
+
+def test_one_group_keeps_its_sources(tmp_path):
+    cluster = read(tmp_path, "groups:\n  - {nodes: 2, node: dgx-a100}\n")
+    write_cluster(cluster, tmp_path / "written.yaml")
+    assert load_cluster(tmp_path / "written.yaml") == cluster
+    assert cluster.sources
+
+
+def test_a_file_may_be_a_node_like_another(tmp_path):
+    cluster = read(tmp_path, "like: dgx-a100\nnodes: 3\nhost_w: 7\n")
+    assert (cluster.num_devices, cluster.node.host_w, cluster.device.name) == (24, 7, "a100-sxm-80gb")
 
 
 @given(st.sampled_from(node_names()), st.floats(0.01, 1e4), st.floats(0.01, 1e4))
@@ -112,7 +147,7 @@ def test_measured_numbers_read_back_equal(tmp_path_factory, name, bandwidth, lat
     (directory / "a.yaml").write_text(f"node:\n  like: {name}\n  network: {network}\n")
     cluster = load_cluster(directory / "a.yaml")
     write_cluster(cluster, directory / "b.yaml")
-    assert load_cluster(directory / "b.yaml").groups == cluster.groups
+    assert load_cluster(directory / "b.yaml").groups == cluster.groups  # the name is the file's
 
 
 @pytest.mark.parametrize(
@@ -124,8 +159,14 @@ def test_measured_numbers_read_back_equal(tmp_path_factory, name, bandwidth, lat
         (MINE.replace("nic_gbit", "nic_gibt"), "node.network.nic_gibt_per_s", "nearest: nic_gbit_per_s"),
         (MINE.replace("1.2", "-1"), "node.device.usd_per_hour", "from 0 to"),
         (OWN.replace("size: 2", "size: 1"), "tiers[0].size", "from 2 to"),
-        (OWN.replace("devices: 2\n", "devices: 4\n"), "tiers", "must reach all 4 devices"),
-        (OWN.replace("busy_w: 90", "busy_w: 900"), "device.busy_w", "between idle_w"),
+        (OWN.replace("devices: 2\n", "devices: 4\n"), "tiers", "joins 2 devices, but a node has 4"),
+        (OWN.replace("busy_w: 90", "busy_w: 900"), "device.busy_w", "must not fall"),
+        ("node: {like: dgx-a100, devices: 4}\n", "node.devices", "joins 8 devices, but a node has 4"),
+        ("node: {like: dgx-a100, device: {limit_w: 100}}\n", "node.device.limit_w", "must not fall"),
+        ("node: {like: gb200-nvl72, network: {pod_nodes: 16}}\nnodes: 36\n", "node.network", "at least the 72"),
+        ("node: {like: dgx-a10, devices: -16}\n", "node.devices", "from 1 to"),
+        ("groups: [{node: dgx-a100}]\nnodes: 3\n", "nodes", "one or the other"),
+        (OWN.replace("tiers:\n  - {name: pcie, size: 2, gb_per_s: 30, latency_us: 5}\n", ""), "tiers", "missing"),
         (OWN.replace("{bf16: 100}", "{}"), "device.peak_tflops", "at least one rate"),
         (OWN.replace("bf16", "bf61"), "device.peak_tflops.bf61", "nearest: bf16"),
         (OWN.replace("matmul: 0.7", "matmul: 70"), "device.efficiency.matmul", "from 0.001 to 1"),
@@ -135,7 +176,8 @@ def test_measured_numbers_read_back_equal(tmp_path_factory, name, bandwidth, lat
         ("nodes: 3\n", "device", "missing"),
         ("groups: []\n", "groups", "1 to 1,000 items"),
         ("groups:\n  - {nods: 2, node: dgx-a100}\n", "groups[0].nods", "nearest: nodes"),
-        ("node: 3\n", "node", "must be text"),
+        ("node: 3\n", "node", "a name or a mapping"),
+        ("schema: 3\nnode: dgx-a100\n", "schema", "unknown key"),
     ],
 )
 def test_bad_files(tmp_path, text, key, says):

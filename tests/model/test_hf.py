@@ -11,7 +11,7 @@ from oracle import CONFIGS, NAMES, built, fields_of
 
 from wavetrain.base.document import parse_json
 from wavetrain.base.errors import InputError
-from wavetrain.model import load_model
+from wavetrain.model import Work, load_model
 from wavetrain.model.families import FAMILIES
 from wavetrain.model.hf import READERS, read_config
 
@@ -99,7 +99,27 @@ SWITCHES = [
     ("mixtral", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [1]}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "attention_bias": True}),
+    # another spelling, a key that transformers ignores, an untied head
+    ("gpt2", {"max_position_embeddings": 77}),
+    ("bert", {"tie_word_embeddings": False}),
+    *((family, {"head_dim": 12}) for family in ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "bert")),
+    ("mixtral", {"moe_intermediate_size": 24, "mlp_only_layers": [1]}),
+    ("llama", {"decoder_sparse_step": 2, "mlp_only_layers": [0], "max_window_layers": 1}),
+    ("qwen2", {"use_sliding_window": True}),
 ]
+DEFAULT_LENGTHS = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "phi3",
+    "gpt2",
+    "opt",
+    "bert",
+)
 
 
 @pytest.mark.parametrize(("family", "switch"), [*((family, {}) for family in SMALL), *SWITCHES])
@@ -110,6 +130,30 @@ def test_every_switch_changes_what_it_changes_in_transformers(family, switch, tm
     path.write_text(json.dumps(fields))
     ours = {p.name: p.shape for p in load_model(path).parameters() if not p.tied}
     assert ours == oracle
+
+
+@pytest.mark.parametrize("family", DEFAULT_LENGTHS)
+def test_default_lengths_are_those_of_the_configuration_class(family):
+    fields = {"model_type": family, "vocab_size": 97} | SMALL[family]
+    assert read(fields).seq_len == built(fields).config.max_position_embeddings
+
+
+def test_a_class_default_that_is_no_size():
+    fields = {"model_type": "qwen3_moe", "vocab_size": 97} | SMALL["qwen3_moe"]
+    del fields["moe_intermediate_size"]
+    assert read(fields).expert_ffn == 768
+    late = {"model_type": "qwen2", "vocab_size": 97, "use_sliding_window": True} | SMALL["qwen2"]
+    assert [(s.count, s.windowed) for s in read(late | {"num_hidden_layers": 40}).layers] == [(28, False), (12, True)]
+
+
+def test_a_parallel_residual_shares_the_input_of_its_norms(tmp_path):
+    saved = {}
+    for parallel in (True, False):
+        path = tmp_path / f"{parallel}.json"
+        fields = {"model_type": "gpt_neox", "vocab_size": 97, "use_parallel_residual": parallel} | SMALL["gpt_neox"]
+        path.write_text(json.dumps(fields))
+        saved[parallel] = load_model(path).saved_bytes(Work(16))
+    assert saved[False] - saved[True] == 2 * 16 * 32 * 2  # one input of one norm in each of two layers
 
 
 def test_windows_fall_on_the_layers_they_fall_on_in_transformers():
@@ -144,10 +188,12 @@ def test_unknown_model_type_says_what_to_give_instead():
         ({"num_attention_heads": 5}, "num_attention_heads", "nearest: 4 or 8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "must divide num_attention_heads (4)"),
         ({"hidden_size": None}, "hidden_size", "must have a value"),
-        ({"num_hidden_layers": 10**18}, "num_hidden_layers", "100,000"),
+        ({"num_hidden_layers": 10**18}, "num_hidden_layers", "10,000"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
         ({"vocab_size": True}, "vocab_size", "whole number"),
         ({"attention_dropout": 2}, "attention_dropout", "from 0 to 1"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings", "must have a value"),
+        ({"max_position_embeddings": {"value": 77, "source": "x"}}, "max_position_embeddings", "not a mapping"),
     ],
 )
 def test_wrong_values_are_named(change, key, says):
@@ -155,6 +201,27 @@ def test_wrong_values_are_named(change, key, says):
         read({"model_type": "llama", "vocab_size": 97} | SMALL["llama"] | change)
     assert [problem.key for problem in caught.value.problems] == [key]
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "key"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("bert", {"add_cross_attention": True}, "add_cross_attention"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        ("qwen3", {"head_dim": None}, "head_dim"),
+        ("mixtral", {"num_experts": 3}, "num_experts"),
+        ("gpt2", {"hidden_size": 48}, "hidden_size"),
+        ("qwen2", {"layer_types": [{"a": 1}]}, "layer_types"),
+        ("qwen2", {"layer_types": ["full_atention"] * 4}, "layer_types"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("qwen3_moe", {"mlp_only_layers": [9]}, "mlp_only_layers"),
+    ],
+)
+def test_what_would_build_something_else_is_refused(family, change, key):
+    with pytest.raises(InputError) as caught:
+        read({"model_type": family, "vocab_size": 97} | SMALL[family] | change)
+    assert key in [problem.key for problem in caught.value.problems]
 
 
 def test_a_ratio_transformers_ignores_is_refused():

@@ -59,13 +59,17 @@ def test_a_directory_with_a_config_is_a_model(tmp_path, request):
 
 
 def test_sequence_length_can_be_chosen(request):
-    assert load_model("llama2-7b", seq_len=100).seq_len == 100
-    longer = load_model("gpt3-125m", seq_len=4096)  # our own description: its position table grows with it
-    assert longer.num_parameters - load_model("gpt3-125m").num_parameters == 2048 * 768
-    with pytest.raises(InputError, match="1024 rows"):
-        load_model(request.path.parent / "configs" / "gpt2.json", seq_len=2048)
-    with pytest.raises(InputError, match="seq_len"):
-        load_model("llama2-7b", seq_len=0)
+    configs = request.path.parent / "configs"
+    assert load_model("llama2-7b", seq_len=10**6).seq_len == 10**6
+    shorter = load_model("gpt3-125m", seq_len=100)
+    assert shorter.num_parameters == load_model("gpt3-125m").num_parameters
+    for name, length in [("gpt3-125m", 4096), (configs / "gpt2.json", 1025), (configs / "opt-125m.json", 2049)]:
+        with pytest.raises(InputError, match="positions it has learned"):
+            load_model(name, seq_len=length)
+    for length in (0, -1, 10**20):
+        for name in ("llama2-7b", configs / "llama-2-7b.json"):
+            with pytest.raises(InputError, match="seq_len"):
+                load_model(name, seq_len=length)
 
 
 def test_folding_counts_every_layer():
@@ -76,13 +80,60 @@ def test_folding_counts_every_layer():
     assert numbers == list(range(42))
 
 
+def test_a_bias_can_be_left_out(tmp_path):
+    whole = load_model(written(tmp_path, SHORT))
+    part = load_model(written(tmp_path, SHORT + "qkv_bias: false\n"))
+    assert whole.num_parameters - part.num_parameters == 4 * 3 * 64
+    names = [p.name for p in load_model(written(tmp_path, SHORT + "norm: rmsnorm\n")).parameters()]
+    assert "layers.0.attention_norm.bias" not in names
+
+
+def test_the_deepest_alternating_model_round_trips(tmp_path):
+    text = SHORT.replace("layers: 4", "layers: 10000") + "window: 8\nwindows: alternate\n"
+    model = load_model(written(tmp_path, text))
+    write_model(model, tmp_path / "deep.json")
+    assert load_model(tmp_path / "deep.json") == model
+
+
+SPOILT = [
+    ('"lengths": 1', '"lengths": 3000', "powers"),
+    ('"factor": 128', '"factor": 1e308', "factor"),
+    ('"experts": 4', '"experts": 0', "sizes"),
+    ('"inputs": 128', '"inputs": -128', "sizes"),
+    ('"count": 4', '"count": 10000000000', "counts"),
+    ('"seq_len": 128', '"seq_len": 0', "seq_len"),
+    ('"name": "tiny-moe"', '"name": "\\ud800"', "printable"),
+    ('"name": "tiny-moe"', '"name": "\\u202e"', "printable"),
+    ('"kind": "linear"', '"kind": "liner"', "kind"),
+    ('"axis": "column"', '"axis": "colum"', "nearest: column"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), SPOILT)
+def test_our_own_files_are_checked(tmp_path, old, new, says):
+    write_model(load_model("tiny-moe"), tmp_path / "m.json")
+    text = (tmp_path / "m.json").read_text()
+    assert old in text
+    with pytest.raises(InputError) as caught:
+        load_model(written(tmp_path, text.replace(old, new, 1), "bad.json"))
+    assert says in str(caught.value)
+    assert "bad.json:" in str(caught.value)
+
+
+def test_a_model_without_layers_is_refused(tmp_path):
+    write_model(load_model("tiny-moe"), tmp_path / "m.json")
+    data = json.loads((tmp_path / "m.json").read_text()) | {"layers": [], "order": []}
+    with pytest.raises(InputError, match="must have a layer"):
+        load_model(written(tmp_path, json.dumps(data), "bad.json"))
+
+
 def test_a_model_checks_its_own_consistency():
     model = load_model("tiny-gpt")
     with pytest.raises(ValueError, match="not described"):
         replace(model, layers=model.layers[:1])
     with pytest.raises(ValueError, match="same name"):
         replace(model, layers=(*model.layers, model.layers[0]))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="seq_len"):
         replace(model, seq_len=0)
 
 
@@ -99,7 +150,16 @@ def test_a_model_checks_its_own_consistency():
         (SHORT + "family: opt\nexperts: 4\nexperts_per_token: 2\n", "experts", "no module"),
         (SHORT + "family: bloom\npositions: learned\n", "positions", "no module"),
         (SHORT + "positions: lerned\n", "positions", "nearest: learned"),
-        (SHORT.replace("layers: 4", "layers: 1000000000000000000"), "layers", "100,000"),
+        (SHORT.replace("layers: 4", "layers: 1000000000000000000"), "layers", "10,000"),
+        (SHORT.replace("layers: 4", "layers: 1e3"), "layers", "write 1000"),
+        (SHORT + "experts_per_token: 2\n", "experts_per_token", "means nothing without experts"),
+        (SHORT + "expert_ffn: 2\n", "expert_ffn", "means nothing without experts"),
+        (SHORT + "windows: alternate\n", "windows", "means nothing without window"),
+        (SHORT + "family: opt\nkv_heads: 2\n", "kv_heads", "family: llama"),
+        (SHORT + "family: opt\nhead_dim: 3\n", "head_dim", "no module"),
+        (SHORT + "activation: banana\n", "activation", "gelu, silu"),
+        (SHORT + "family: phi3\nffn: 96\nmlp: plain\n", "mlp", "family: gpt2"),
+        (SHORT.replace("hidden: 64", "&a hidden: 64"), "", "anchors"),
         ("- 1\n- 2\n", "", "must be a mapping"),
         ("", "", "must be a mapping"),
     ],

@@ -97,6 +97,146 @@ def test_weights_are_neither_read_nor_moved():
     assert [o.forward_flops(Work(5, 4)) for o in linears] == [2 * 20 * 64] * len(linears)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return mask @ self.proj(x)
+
+
+def test_a_length_in_another_input_is_a_length():
+    model = trace(Masked(), (torch.zeros(2, 5, 8), torch.zeros(5, 5)))
+    assert model.forward_flops(Work(20, 3)) == 2 * 60 * 8 * 8 + 2 * 3 * 20 * 20 * 8
+
+
+class Residual(nn.Module):
+    """Work in the parent between numbered layers."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_layers_with_work_between_them_fold():
+    model = trace(Residual([nn.Linear(8, 8) for _ in range(20)]), torch.zeros(2, 5, 8))
+    assert len(model.layers) <= 3
+    assert sum(run.count for run in model.order) >= 20
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)
+        ),
+        nn.Sequential(nn.Flatten(), nn.Linear(192, 5), nn.Identity(), nn.Linear(5, 5)),
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))),
+    ],
+)
+def test_image_models_keep_their_names(module):
+    model = trace(module, torch.zeros(2, 3, 8, 8))
+    assert {p.name: p.shape for p in model.parameters() if not p.tied} == names(module)
+    assert model.fixed_length
+    assert model.forward_flops(Work(1, 6)) == 3 * model.forward_flops(Work(1, 2)) > 0
+    with pytest.raises(InputError, match="fixes its length"):
+        model.forward_flops(Work(2))
+
+
+class Twice(nn.Module):
+    """Layers run in any order, more than once, and tied to each other."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks[2].weight = self.blocks[1].weight
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = torch.relu(self.blocks[number](x))
+        return x
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 1, 0, 1, 2), (1, 2), (2, 2)])
+def test_any_order_of_layers_counts_every_parameter_once(order):
+    module = Twice(order)
+    model = trace(module, torch.zeros(2, 5, 8))
+    found = [p for p in model.parameters() if not p.tied]
+    assert {p.name: p.shape for p in found} == names(module)
+    assert len(found) == len(names(module))
+    assert model.forward_flops(Work(5, 2)) == len(order) * 2 * 10 * 64
+
+
+class Strided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.transpose(1, 2))
+
+
+def test_a_stride_over_the_sequence_is_followed():
+    model = trace(Strided(), torch.zeros(2, 6, 8))
+    assert model.forward_flops(Work(20, 3)) == 2 * 3 * 10 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("product", "flops"),
+    [
+        (lambda x, w: torch.einsum("...i,ij->...j", x, w), 2 * 60 * 8 * 4),
+        (lambda x, w: torch.tensordot(x, w, dims=([2], [0])), 2 * 60 * 8 * 4),
+        (lambda x, w: x @ w, 2 * 60 * 8 * 4),
+        (lambda x, w: torch.addbmm(torch.zeros(8, 4), x.transpose(1, 2), x @ w), 2 * 60 * 8 * 4 * 2),
+    ],
+)
+def test_products_in_every_spelling(product, flops):
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return product(x, self.w)
+
+    assert trace(Product(), torch.zeros(2, 5, 8)).forward_flops(Work(20, 3)) == flops
+
+
+def test_a_broadcast_input_stays_broadcast():
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return x + positions.unsqueeze(-1)
+
+    assert trace(Shifted(), (torch.zeros(4, 5, 8), torch.zeros(1, 5))).num_parameters == 0
+
+
+def test_a_transformer_of_torch_itself():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    module = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = trace(module, torch.zeros(2, 6, 16))
+    assert {p.name: p.shape for p in model.parameters() if not p.tied} == names(module)
+    per_token = 2 * (16 * 48 + 16 * 16 + 2 * 16 * 32)
+    assert model.forward_flops(Work(10, 3)) == 3 * (30 * per_token + 4 * 3 * 10 * 10 * 16)
+
+
+def test_saved_bytes_of_a_traced_model_are_of_the_right_size(tmp_path):
+    """An estimate: what eager autograd keeps, which is more than what fused kernels do."""
+    for family in ("gpt2", "llama", "bert"):
+        fields = {"model_type": family, "vocab_size": 97, "use_cache": False} | SMALL[family]
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with torch.device("meta"):
+            traced = trace(built(fields), {"input_ids": torch.zeros(2, 64, dtype=torch.long)})
+        ratio = traced.saved_bytes(Work(64, 2)) / load_model(tmp_path / "config.json").saved_bytes(Work(64, 2))
+        assert 0.7 < ratio < 2
+
+
 def test_what_cannot_be_traced_says_why():
     class Dynamic(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -106,3 +246,5 @@ def test_what_cannot_be_traced_says_why():
         trace(Dynamic(), torch.zeros(2, 4))
     with pytest.raises(InputError, match="lstm"):
         trace(nn.LSTM(4, 4, batch_first=True), torch.zeros(2, 3, 4))
+    with pytest.raises(InputError, match="lstm_cell"):
+        trace(nn.LSTMCell(4, 4), torch.zeros(2, 4))

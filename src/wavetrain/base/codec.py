@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from wavetrain.base.document import Node
-from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.errors import MOST_SHOWN, InputError, Problem, nearest
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -86,11 +86,16 @@ def _decode(hint: Any, node: Node, key: str, problems: list[Problem]) -> object:
         return _decode_fields(cast(type, hint), node, key, problems)
     if origin is typing.Literal or issubclass(hint, Enum):
         return _decode_word(hint, node, key, problems)
+    return _decode_scalar(hint, node, key, problems)
+
+
+def _decode_scalar(hint: Any, node: Node, key: str, problems: list[Problem]) -> object:
     value: object = float(node.value) if hint is float and type(node.value) is int else node.value
-    if type(value) is hint:
-        return value
-    _complain(node, key, f"must be {hint.__name__}, not {node.what}", problems)
-    return None
+    if type(value) is not hint:
+        _complain(node, key, f"must be {hint.__name__}, not {node.what}", problems)
+    elif isinstance(value, str) and not value.isprintable():
+        _complain(node, key, "must be printable text, without control characters", problems)
+    return value
 
 
 def _decode_word(hint: Any, node: Node, key: str, problems: list[Problem]) -> object:
@@ -140,7 +145,8 @@ def _decode_fields(cls: type, node: Node, key: str, problems: list[Problem]) -> 
         _complain(node.value["kind"], f"{key}.kind", f"must be {cls.kind}", problems)
     for name, item in node.value.items():
         if name not in known and not (name == "kind" and hasattr(cls, "kind")):
-            _complain(item, f"{key}.{name}", "unknown key", problems, legal=tuple(known), near=nearest(name, known))
+            near = nearest(name, known) if len(problems) < MOST_SHOWN else ()
+            _complain(item, f"{key}.{name}", "unknown key", problems, legal=tuple(known), near=near)
     values = {}
     for name, field in known.items():
         if name in node.value:

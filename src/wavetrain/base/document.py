@@ -27,6 +27,7 @@ Plain: TypeAlias = "Scalar | list[Plain] | dict[str, Plain]"
 MOST_BYTES = 4 * MIB
 MOST_DEPTH = 40
 MOST_DIGITS = 100
+MOST_VALUES = 200_000
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def merge(base: Node, over: Node) -> Node:
     """`base` with everything that `over` states put in its place; mappings merge key by key."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
+    if "value" in base.value or "value" in over.value:  # a number with its source is replaced as a whole
+        return over
     items = dict(base.value)
     for key, item in over.value.items():
         items[key] = merge(items[key], item) if key in items else item
@@ -85,6 +88,8 @@ def read_text(path: Path) -> str:
     """The text of a file of bounded size, or an InputError that says why not."""
     name = str(path)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+            raise InputError(Problem(where=name, rule="must be a regular file"))
         with path.open("rb") as stream:
             data = stream.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -105,6 +110,7 @@ class _Builder:
 
     file: str
     problems: list[Problem] = field(default_factory=list)
+    num_values: int = 0
     path: list[str] = field(default_factory=list)  # the keys down to the value being read
 
     def complain(self, line: int, rule: str, *, key: str = "", value: object = None) -> None:
@@ -117,8 +123,11 @@ class _Builder:
         return InputError(self.problems)
 
     def enter(self, line: int, depth: int) -> None:
+        self.num_values += 1
         if depth > MOST_DEPTH:
             raise self.stop(line, f"nested deeper than {MOST_DEPTH} levels")
+        if self.num_values > MOST_VALUES:
+            raise self.stop(line, f"has more than {MOST_VALUES:,} values")
 
     def scalar(self, value: Scalar, line: int) -> Node:
         if isinstance(value, float) and not math.isfinite(value):
@@ -191,10 +200,7 @@ def _yaml_node(event: yaml.Event, events: Iterator[yaml.Event], build: _Builder,
     if isinstance(event, yaml.AliasEvent):
         build.complain(line, "aliases (*name) are not allowed; write the value out")
         return Node(None, build.file, line)
-    if getattr(event, "anchor", None):
-        build.complain(line, "anchors (&name) are not allowed; write the value out where it is needed")
-    if tag := getattr(event, "tag", None):
-        build.complain(line, f"tags ({tag}) are not allowed")
+    _refuse_marks(event, build, line)
     if isinstance(event, yaml.ScalarEvent):
         value = _yaml_scalar(event.value, build, line) if event.implicit[0] else event.value
         return build.scalar(value, line)
@@ -205,6 +211,7 @@ def _yaml_node(event: yaml.Event, events: Iterator[yaml.Event], build: _Builder,
         key_line = _line(key_event)
         if isinstance(key_event, yaml.ScalarEvent):
             key = key_event.value
+            _refuse_marks(key_event, build, key_line)
         else:
             build.complain(key_line, "a key must be a word")
             _yaml_node(key_event, events, build, depth + 1)
@@ -214,6 +221,18 @@ def _yaml_node(event: yaml.Event, events: Iterator[yaml.Event], build: _Builder,
         build.path.pop()
         build.add(items, key, item, key_line)
     return Node(items, build.file, line)
+
+
+def _refuse_marks(event: yaml.Event, build: _Builder, line: int) -> None:
+    if getattr(event, "anchor", None):
+        build.complain(line, "anchors (&name) are not allowed; write the value out where it is needed")
+    if tag := getattr(event, "tag", None):
+        build.complain(line, f"tags ({tag}) are not allowed")
+
+
+def reads_as_text(text: str) -> bool:
+    """Whether plain YAML text means the text itself, not a number or a word with a meaning."""
+    return isinstance(_yaml_scalar(text, _Builder(""), 1), str)
 
 
 def _yaml_items(events: Iterator[yaml.Event], build: _Builder, depth: int) -> Iterator[Node]:

@@ -71,6 +71,15 @@ class InputError(WavetrainError):
 
 def nearest(word: str, legal: Iterable[str], *, most: int = 3) -> tuple[str, ...]:
     """The legal words a person may have meant by `word`, best first."""
-    by_folded = {name.lower(): name for name in legal}
-    close = difflib.get_close_matches(word[:100].lower(), list(by_folded), n=most, cutoff=0.6)
-    return tuple(by_folded[name] for name in close)
+    folded, by_folded = word[:100].lower(), {name.lower(): name for name in legal}
+    close = difflib.get_close_matches(folded, list(by_folded), n=most, cutoff=0.6)
+    begun = [name for name in by_folded if len(folded) > 1 and name.startswith(folded)]
+    return tuple(by_folded[name] for name in dict.fromkeys(begun + close))[:most]
+
+
+def unknown_name(name: str, what: str, legal: Iterable[str]) -> Problem:
+    """A name that is neither known nor a file."""
+    if "/" in name or name.lower().endswith((".json", ".yaml", ".yml")):
+        return Problem(where=name, rule="no such file")
+    rule = f"no {what} of that name, and no such file"
+    return Problem(where=name, rule=rule, nearest=nearest(name.partition(":")[0], legal))

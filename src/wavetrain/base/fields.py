@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, overload
 
 from wavetrain.base.document import Node
-from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.errors import MOST_SHOWN, InputError, Problem, nearest
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -24,10 +24,19 @@ class Fields:
     A number may be written plainly or with its origin: `{value: 80, source: a100-datasheet}`.
     """
 
-    def __init__(self, node: Node, *, parent: Fields | None = None, key: str = "", strict: bool = True) -> None:
+    def __init__(
+        self,
+        node: Node,
+        *,
+        parent: Fields | None = None,
+        key: str = "",
+        strict: bool = True,
+        nullable: frozenset[str] | None = None,
+    ) -> None:
         self.node = node
         self.key = key
-        self.strict = strict  # an unknown key is an error
+        self.strict = strict  # a file of ours: unknown keys are errors, a number may carry its source
+        self.nullable = nullable  # keys whose null means absent; None: all
         self.problems: list[Problem] = parent.problems if parent else []
         self.sources: dict[str, str] = parent.sources if parent else {}
         self.asked: dict[str, None] = {}
@@ -49,7 +58,7 @@ class Fields:
         legal: Sequence[object] = (),
         near: Sequence[object] = (),
         remedy: str = "",
-    ) -> None:
+    ) -> None:  # as many as a problem has parts
         """Note that the value of `key` (or its absence) breaks `rule`."""
         self.bad.add(key)
         node = self.items.get(key)
@@ -88,7 +97,7 @@ class Fields:
         legal = sorted(self.asked)
         for key in self.items:
             if key not in self.asked:
-                near = nearest(key, legal)
+                near = nearest(key, legal) if len(self.problems) < MOST_SHOWN else ()
                 self.complain(key, "unknown key", legal=legal if not near else (), near=near)
 
     # --- values ---
@@ -102,7 +111,9 @@ class Fields:
 
         def convert(node: Node) -> int:
             if isinstance(node.value, bool) or not isinstance(node.value, int):
-                raise ValueError(f"must be a whole number, not {node.what}")
+                whole = isinstance(node.value, float) and node.value.is_integer()
+                written = f"; write {node.value:.0f}" if whole else f", not {node.what}"
+                raise ValueError(f"must be a whole number{written}")
             if not least <= node.value <= most:
                 raise ValueError(f"must be a whole number from {least:,} to {most:,}")
             return node.value
@@ -167,14 +178,14 @@ class Fields:
             return legal[0]
         return value if self.good(key) else legal[0]
 
-    def section(self, key: str, *, strict: bool | None = None) -> Fields:
+    def section(self, key: str) -> Fields:
         """The mapping under `key`, reporting into the same list of problems."""
         self.has(key)
         node = self.items.get(key)
         if node is None:
             self.complain(key, "missing")
             node = Node({}, self.node.file, self.node.line)
-        return Fields(node, parent=self, key=self.full(key), strict=self.strict if strict is None else strict)
+        return Fields(node, parent=self, key=self.full(key), strict=self.strict)
 
     def list_of(self, key: str, *, most: int, default: object = REQUIRED) -> tuple[Node, ...]:
         """The items of a list of 1..most entries, or () where it is absent and has a default."""
@@ -196,7 +207,8 @@ class Fields:
 
     def _get(self, key: str, convert: Callable[[Node], T], default: object, placeholder: T) -> object:
         if not self.has(key):
-            if default is not REQUIRED:
+            null_is_absent = key not in self.items or self.nullable is None or key in self.nullable
+            if default is not REQUIRED and null_is_absent:
                 return default
             given = self.items.get(key)
             others = [name for name in self.items if name not in self.asked]
@@ -213,7 +225,7 @@ class Fields:
 
     def _unwrapped(self, key: str, node: Node) -> Node:
         """Take a value out of `{value: 80, source: ..., note: ...}` and remember the source."""
-        if not isinstance(node.value, dict):
+        if not isinstance(node.value, dict) or not self.strict:
             return node
         if "value" not in node.value or set(node.value) - {"value", "source", "note"}:
             raise ValueError("must be a single value, or {value: ..., source: ..., note: ...}")
@@ -226,5 +238,7 @@ class Fields:
 
 
 def _shown(node: Node) -> object:
-    """A value as an error shows it: containers only by their kind."""
+    """A value as an error shows it: containers only by their kind, a number without its source."""
+    if isinstance(node.value, dict) and "value" in node.value:
+        return _shown(node.value["value"])
     return node.value if not isinstance(node.value, dict | tuple) else f"({node.what})"

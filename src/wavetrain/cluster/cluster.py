@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from wavetrain.base.units import DType
 
@@ -56,6 +56,7 @@ class Tier:
     bytes_per_s: float  # one way, what a single device can drive
     latency_s: float
     sharers: float = 1.0  # devices that share this rate when all of a node send at once
+    across_nodes: bool = False  # joins devices of several nodes, as NVLink does in a rack
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,18 @@ class Cluster:
         return sum(group.count * group.node.num_devices for group in self.groups)
 
     @property
+    def num_kinds(self) -> int:
+        return len({group.node for group in self.groups})
+
+    @property
     def is_uniform(self) -> bool:
-        return len({group.node for group in self.groups}) == 1
+        return self.num_kinds == 1
 
     @property
     def node(self) -> Node:
         """The node type of a uniform cluster."""
         if not self.is_uniform:
-            raise ValueError(f"cluster {self.name} has {len(self.groups)} kinds of nodes")
+            raise ValueError(f"cluster {self.name} has {self.num_kinds} kinds of nodes")
         return self.groups[0].node
 
     @property
@@ -133,10 +138,10 @@ class Cluster:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers that the cluster really has, innermost first; the last one spans all devices."""
-        groups = [_tiers(group.node, self.num_devices, self.num_nodes) for group in self.groups]
         if self.is_uniform:
-            return groups[0]
-        return (_slowest([tiers[-1] for tiers in groups], self.num_devices),)
+            return _tiers(self.node, self.num_nodes)
+        networks = [_network_tiers(group.node, self.num_nodes)[-1] for group in self.groups]
+        return (_slowest(networks, self.num_devices),)
 
     @property
     def usd_per_hour(self) -> float:
@@ -148,26 +153,28 @@ class Cluster:
         return sum(g.count * (g.node.num_devices * g.node.device.busy_w + g.node.host_w) for g in self.groups)
 
 
-def _tiers(node: Node, num_devices: int, num_nodes: int) -> tuple[Tier, ...]:
+def _tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:
+    """The tiers of equal nodes: those inside, those that reach over nodes, then the network."""
+    num_devices = node.num_devices * num_nodes
     inner = [tier for tier in node.tiers if tier.size < num_devices]
     spanning = next((tier for tier in node.tiers if tier.size >= num_devices), None)
     if spanning:
-        return (*inner, _resized(spanning, num_devices))
+        return (*inner, replace(spanning, size=num_devices))
+    return (*inner, *_network_tiers(node, num_nodes)) if node.network else tuple(inner)
+
+
+def _network_tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:
     network = node.network
-    if network is None:
-        return tuple(inner)
+    assert network is not None
     rate = network.nic_bytes_per_s * max(1.0, network.nics / node.num_devices)
     sharers = max(1.0, node.num_devices / network.nics)
-    pod = min(num_nodes, network.pod_nodes or num_nodes) * node.num_devices
-    fabric = [Tier(network.name, pod, rate, network.latency_s, sharers)]
-    if pod < num_devices:
-        slower = rate / network.oversubscription
-        fabric.append(Tier(f"{network.name}-spine", num_devices, slower, network.latency_s, sharers))
-    return (*inner, *fabric)
-
-
-def _resized(tier: Tier, size: int) -> Tier:
-    return Tier(tier.name, size, tier.bytes_per_s, tier.latency_s, tier.sharers)
+    pod = min(num_nodes, network.pod_nodes or num_nodes)
+    fabric = Tier(network.name, pod * node.num_devices, rate, network.latency_s, sharers)
+    if pod == num_nodes:
+        return (fabric,)
+    slower = rate / network.oversubscription
+    spine = replace(fabric, name=f"{network.name}-spine", size=num_nodes * node.num_devices, bytes_per_s=slower)
+    return (fabric, spine)
 
 
 def _slowest(tiers: list[Tier], num_devices: int) -> Tier:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from wavetrain.base.document import Node as Doc
 from wavetrain.base.document import exists, merge, parse_yaml, read_document
-from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.errors import InputError, Problem, unknown_name
 from wavetrain.base.fields import Fields
 from wavetrain.base.units import GIB, shifted
 from wavetrain.cluster.cluster import MOST_NODES, Cluster, Device, Group, Network, Node, Rates, Source, Tier
@@ -38,7 +38,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         return _named(name, kind, count)
     path = Path(name_or_path)
     if not exists(path):
-        raise InputError(_unknown(name, kind))
+        raise InputError(unknown_name(name, "node type or device", (*node_names(), *device_names())))
     if path.is_dir():
         raise InputError(Problem(where=name, rule="is a directory, not a cluster file"))
     return read_cluster(read_document(path))
@@ -49,13 +49,20 @@ def read_cluster(doc: Doc) -> Cluster:
     f = Fields(doc)
     name = f.text("name", default=Path(doc.file).stem)
     if f.has("groups"):
+        for key in ("nodes", "node"):
+            if f.has(key):
+                f.complain(key, "groups say this for each of them; give one or the other")
         items = enumerate(f.list_of("groups", most=MOST_GROUPS))
         groups = tuple(_group(f.item("groups", i, item)) for i, item in items)
     elif f.has("node"):
         groups = (_group(f, named=False),)
     else:
         count = f.whole("nodes", most=MOST_NODES, default=1)
-        groups = (Group(_node_fields(f), count),)
+        own = _based_on(f, "nodes", names=node_names())
+        groups = (Group(_node_fields(own), count),)
+        own.asked |= f.asked
+        own.check_unknown()
+        f.strict = False  # checked just now, together with what it builds on
     several = sum(group.count for group in groups) > 1
     lonely = [group.node.name for group in groups if several and group.node.network is None]
     if lonely and not f.problems:
@@ -121,13 +128,6 @@ def _device_of(node: str) -> object:
     return items["device"].value if isinstance(items, dict) else None
 
 
-def _unknown(name: str, kind: str) -> Problem:
-    if "/" in name or name.lower().endswith((".json", ".yaml", ".yml")):
-        return Problem(where=name, rule="no such file")
-    rule = "neither a node type we know by name nor a file"
-    return Problem(where=name, key="cluster", value=name, rule=rule, nearest=nearest(kind, node_names()))
-
-
 # --- readers ---
 
 
@@ -146,24 +146,28 @@ def _resolved(f: Fields, key: str, folder: str) -> Fields:
     doc = f.items.get(key)
     if doc is None:
         f.complain(key, "missing", legal=names)
-        return Fields(Doc({}, f.node.file, f.node.line), key=f.full(key))
-    if not isinstance(doc.value, dict):
-        known = f.choice(key, names)
-        return Fields(_entry(folder, known), parent=f, key=f.full(key))
-    own = Fields(doc, parent=f, key=f.full(key))
+        return Fields(_entry(folder, names[0]), key=f.full(key))
+    if isinstance(doc.value, dict):
+        return _based_on(Fields(doc, parent=f, key=f.full(key)), folder, names=names)
+    if not isinstance(doc.value, str):
+        f.complain(key, f"must be a name or a mapping, not {doc.what}", legal=names)
+        return Fields(_entry(folder, names[0]), key=f.full(key))
+    return Fields(_entry(folder, f.choice(key, names)), parent=f, key=f.full(key))
+
+
+def _based_on(own: Fields, folder: str, *, names: tuple[str, ...]) -> Fields:
+    """Fields with the entry that they are `like` underneath; an unknown one is reported, and any stands in for it."""
     if not own.has("like"):
         return own
-    known = own.choice("like", names)
-    entry = _entry(folder, known) if own.good("like") else Doc({}, doc.file, doc.line)
-    stated = Doc({k: v for k, v in doc.value.items() if k != "like"}, doc.file, doc.line)
-    if not own.good("like"):
-        return Fields(stated, key=f.full(key), strict=False)  # nothing to build on: one problem is enough
-    # Another device named under `like` replaces the whole device, it does not merge into it.
-    return Fields(merge(_without_replaced(entry, stated), stated), parent=f, key=f.full(key))
+    entry = _entry(folder, own.choice("like", names))
+    stated = Doc({k: v for k, v in own.items.items() if k != "like"}, own.node.file, own.node.line)
+    merged = Fields(merge(_refinable(entry, stated), stated), key=own.key)
+    merged.problems, merged.sources = own.problems, own.sources
+    return merged
 
 
-def _without_replaced(entry: Doc, stated: Doc) -> Doc:
-    """Give a named device of the entry the form `{like: name}` so that a stated mapping can refine it."""
+def _refinable(entry: Doc, stated: Doc) -> Doc:
+    """The entry with its device as `{like: name}`, which a stated mapping refines, or replaces if like another."""
     assert isinstance(entry.value, dict)
     assert isinstance(stated.value, dict)
     device, over = entry.value.get("device"), stated.value.get("device")
@@ -186,7 +190,8 @@ def _node_fields(f: Fields) -> Node:
     num_devices = f.whole("devices", most=MOST_DEVICES)
     device = _device(f)
     tiers = tuple(_tier(f.item("tiers", i, item)) for i, item in enumerate(f.list_of("tiers", most=16, default=())))
-    _check_tiers(f, tiers, num_devices)
+    network = _network(f.section("network")) if f.has("network") else None
+    _check_tiers(f, tiers, num_devices, network)
     return Node(
         name=name,
         title=title,
@@ -194,16 +199,30 @@ def _node_fields(f: Fields) -> Node:
         num_devices=num_devices,
         host_w=f.number("host_w", most=1e7, default=0.0),
         tiers=tiers,
-        network=_network(f.section("network")) if f.has("network") else None,
+        network=network,
     )
 
 
-def _check_tiers(f: Fields, tiers: tuple[Tier, ...], num_devices: int) -> None:
+def _check_tiers(f: Fields, tiers: tuple[Tier, ...], num_devices: int, network: Network | None) -> None:
     sizes = [tier.size for tier in tiers]
+    key = _blamed(f, "tiers", "devices")
+    if not f.good("devices", "tiers"):
+        return
     if sizes != sorted(set(sizes)):
         f.complain("tiers", f"must grow from the innermost out, not {', '.join(map(str, sizes))}")
-    elif num_devices > 1 and (not sizes or sizes[-1] < num_devices) and f.good("devices"):
-        f.complain("tiers", f"must reach all {num_devices} devices of the node: the last one joins too few")
+    elif num_devices > 1 and not sizes:
+        f.complain("tiers", f"missing: how the {num_devices} devices of a node are joined")
+    elif sizes and not tiers[-1].across_nodes and sizes[-1] != num_devices:
+        rule = f"the outermost tier joins {sizes[-1]} devices, but a node has {num_devices}"
+        f.complain(key, rule, remedy="a tier of that size, or across_nodes: true for links between nodes")
+    elif network and network.pod_nodes and sizes and network.pod_nodes * num_devices < sizes[-1]:
+        rule = f"a pod must hold at least the {sizes[-1]} devices of the outermost tier"
+        f.complain("network", f"pod_nodes: {rule}")
+
+
+def _blamed(f: Fields, *keys: str) -> str:
+    """Of keys that contradict each other, the one the user wrote rather than the catalog."""
+    return next((key for key in keys if key in f.items and f.items[key].file == f.node.file), keys[0])
 
 
 def _device(f: Fields) -> Device:
@@ -229,7 +248,8 @@ def _device(f: Fields) -> Device:
     )
     efficiency.check_unknown()
     if own.good("idle_w", "busy_w", "limit_w") and not device.idle_w <= device.busy_w <= device.limit_w:
-        own.complain("busy_w", f"must lie between idle_w ({device.idle_w:g}) and limit_w ({device.limit_w:g})")
+        rule = f"idle_w ({device.idle_w:g}), busy_w ({device.busy_w:g}) and limit_w ({device.limit_w:g}) must not fall"
+        own.complain(_blamed(own, "busy_w", "limit_w", "idle_w"), rule)
     own.check_unknown()
     return device
 
@@ -240,6 +260,7 @@ def _tier(f: Fields) -> Tier:
         size=f.whole("size", least=2, most=MOST_DEVICES),
         bytes_per_s=shifted(f.number("gb_per_s", least=1e-6, most=1e9), 9),
         latency_s=shifted(f.number("latency_us", most=1e9), -6),
+        across_nodes=f.flag("across_nodes", default=False),
     )
     f.check_unknown()
     return tier

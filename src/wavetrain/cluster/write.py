@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from wavetrain.base.document import reads_as_text
 from wavetrain.base.units import GIB, shifted
 from wavetrain.cluster.cluster import Cluster, Device, Network, Node, Tier
 
@@ -16,8 +17,21 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     sources = {source.key: source.source for source in cluster.sources}
     groups = [{"nodes": group.count, "node": _node(group.node)} for group in cluster.groups]
     data: dict[str, Any] = {"name": cluster.name}
-    data |= groups[0] if len(groups) == 1 else {"groups": groups}
-    path.write_text(yaml.safe_dump(_cited(data, "", sources), sort_keys=False, allow_unicode=True, width=120))
+    as_groups = len(groups) > 1 or any(key.startswith("groups") for key in sources)
+    data |= {"groups": groups} if as_groups else groups[0]
+    text = yaml.dump(_cited(data, "", sources), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    path.write_text(text, encoding="utf-8")
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML quotes by the rules of YAML 1.1; our reader is of 1.2."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if reads_as_text(text) else '"')
+
+
+_Dumper.add_representer(str, _quoted)
 
 
 def _cited(value: Any, key: str, sources: dict[str, str]) -> Any:
@@ -64,6 +78,7 @@ def _tier(tier: Tier) -> dict[str, Any]:
         "size": tier.size,
         "gb_per_s": shifted(tier.bytes_per_s, -9),
         "latency_us": shifted(tier.latency_s, 6),
+        "across_nodes": tier.across_nodes,
     }
 
 

@@ -11,7 +11,7 @@ NormPlace = Literal["before", "after", "both"]
 Mlp = Literal["plain", "gated"]
 Head = Literal["causal", "masked"]
 
-POSITIONS, NORMS, PLACES, MLPS = map(get_args, (Positions, NormFunction, NormPlace, Mlp))
+POSITIONS, NORMS, MLPS = map(get_args, (Positions, NormFunction, Mlp))
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Architecture:
     norm_bias: bool = False
     norm_place: NormPlace = "before"
     final_norm: bool = True
+    parallel_residual: bool = False  # attention and MLP read the same input
     qk_norm: bool = False
     mlp: Mlp = "gated"
     activation: str = "silu"

@@ -16,6 +16,7 @@ class Family:
 
     names: Mapping[str, str]
     transposed: bool = False  # weights stored inputs x outputs (GPT-2's Conv1D)
+    grouped: bool = True  # keys and values may be fewer than queries, and heads of any width
     defaults: Mapping[str, object] = field(default_factory=dict)  # of Architecture, for short YAML
 
 
@@ -178,6 +179,8 @@ _GPT_STYLE: dict[str, object] = {
     "tied": True,
     "dropout": True,
 }
+_NEOX_STYLE = _GPT_STYLE | {"positions": "rotary", "tied": False, "dropout": False, "parallel_residual": True}
+_BLOOM_STYLE = _GPT_STYLE | {"positions": "alibi", "dropout": False, "embedding_norm": True}
 _BARE_STYLE = _GPT_STYLE | {"positions": "alibi", "dropout": False, "bias": False, "norm_bias": False}
 _ROTARY_STYLE: dict[str, object] = {
     "positions": "rotary",
@@ -192,13 +195,14 @@ _ROTARY_STYLE: dict[str, object] = {
 
 FAMILIES: dict[str, Family] = {
     "gpt": Family(_GPT, defaults=_GPT_STYLE),
-    "gpt2": Family(_GPT2, transposed=True, defaults=_GPT_STYLE),
-    "gpt_neox": Family(_GPT_NEOX, defaults=_GPT_STYLE | {"positions": "rotary", "tied": False, "dropout": False}),
-    "opt": Family(_OPT, defaults=_GPT_STYLE | {"activation": "relu"}),
-    "bloom": Family(_BLOOM, defaults=_GPT_STYLE | {"positions": "alibi", "dropout": False, "embedding_norm": True}),
-    "mpt": Family(_MPT, defaults=_BARE_STYLE),
+    "gpt2": Family(_GPT2, transposed=True, grouped=False, defaults=_GPT_STYLE),
+    "gpt_neox": Family(_GPT_NEOX, grouped=False, defaults=_NEOX_STYLE),
+    "opt": Family(_OPT, grouped=False, defaults=_GPT_STYLE | {"activation": "relu"}),
+    "bloom": Family(_BLOOM, grouped=False, defaults=_BLOOM_STYLE),
+    "mpt": Family(_MPT, grouped=False, defaults=_BARE_STYLE),
     "bert": Family(
         _BERT,
+        grouped=False,
         defaults=_GPT_STYLE
         | {"head": "masked", "norm_place": "after", "final_norm": False, "embedding_norm": True, "token_types": 2},
     ),

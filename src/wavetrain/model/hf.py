@@ -2,6 +2,7 @@
 
 Keys and defaults are those of transformers' configuration classes (checked against transformers 5 in the tests). The
 sizes that make a model (layers, hidden, heads, vocabulary) must be in the file; minor keys take the class's default.
+What would build other parameters than these readers know (cross-attention, norms without weights) is refused.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from wavetrain.model.limits import (
     MOST_LAYERS,
     MOST_SEQ_LEN,
     MOST_VOCAB,
-    closest,
-    divisors,
+    check_at_most,
+    check_divides,
 )
 
 Windows = Literal["all", "late", "alternate"]
 
 NEEDED = ("layers", "hidden", "heads", "vocab")
+NULLABLE = frozenset(("n_inner", "sliding_window", "head_dim", "num_key_value_heads", "mlp_only_layers", "layer_types"))
 
 
 def read_config(node: Node) -> Architecture:
     """The architecture that a config.json describes."""
-    config = Fields(node, strict=False)
+    config = Fields(node, strict=False, nullable=NULLABLE)
     model_type = config.text("model_type")
     if config.good("model_type") and model_type not in READERS:
         remedy = f"describe it in a short YAML file instead, with the keys {', '.join(NEEDED)} and what differs"
@@ -51,11 +53,13 @@ def read_config(node: Node) -> Architecture:
 
 
 def _gpt2(c: Fields) -> Architecture:
-    hidden, heads, head_dim = _widths(c, hidden="n_embd", heads="n_head")
-    seq_len = c.whole("n_positions", most=MOST_SEQ_LEN, default=1024)
+    _refuse(c, "add_cross_attention", True)
+    hidden, heads, head_dim = _widths(c, hidden=("n_embd", "hidden_size"), heads=("n_head", "num_attention_heads"))
+    positions = _either(c, "n_positions", "max_position_embeddings")
+    seq_len = c.whole(positions, most=MOST_SEQ_LEN, default=1024)
     return Architecture(
         family="gpt2",
-        layers=_uniform(c, "n_layer"),
+        layers=_uniform(c, "n_layer", "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -101,10 +105,12 @@ def _gpt_neox(c: Fields) -> Architecture:
         tied=_tied(c, False),
         dropout=_rate(c, "hidden_dropout", 0.0),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
+        parallel_residual=c.flag("use_parallel_residual", default=True),
     )
 
 
 def _opt(c: Fields) -> Architecture:
+    _refuse(c, "layer_norm_elementwise_affine", False)
     hidden, heads, head_dim = _widths(c)
     seq_len = _seq_len(c, 2048)
     before = c.flag("do_layer_norm_before", default=True)
@@ -139,13 +145,10 @@ def _opt(c: Fields) -> Architecture:
 
 
 def _bloom(c: Fields) -> Architecture:
-    hidden_key = "n_embed" if c.has("n_embed") and not c.has("hidden_size") else "hidden_size"
-    heads_key = "num_attention_heads" if c.has("num_attention_heads") and not c.has("n_head") else "n_head"
-    layers_key = "num_hidden_layers" if c.has("num_hidden_layers") and not c.has("n_layer") else "n_layer"
-    hidden, heads, head_dim = _widths(c, hidden=hidden_key, heads=heads_key)
+    hidden, heads, head_dim = _widths(c, hidden=("hidden_size", "n_embed"), heads=("n_head", "num_attention_heads"))
     return Architecture(
         family="bloom",
-        layers=_uniform(c, layers_key),
+        layers=_uniform(c, "n_layer", "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -169,13 +172,13 @@ def _bloom(c: Fields) -> Architecture:
 
 
 def _mpt(c: Fields) -> Architecture:
-    hidden, heads, head_dim = _widths(c, hidden="d_model", heads="n_heads")
+    hidden, heads, head_dim = _widths(c, hidden=("d_model", "hidden_size"), heads=("n_heads", "num_attention_heads"))
     attention = c.section("attn_config") if c.has("attn_config") else None
     if c.whole("expansion_ratio", most=64, default=4) != 4 and c.good("expansion_ratio"):
         c.complain("expansion_ratio", "must be 4: transformers builds MPT with 4, whatever this says")
     return Architecture(
         family="mpt",
-        layers=_uniform(c, "n_layers"),
+        layers=_uniform(c, "n_layers", "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -194,6 +197,7 @@ def _mpt(c: Fields) -> Architecture:
 
 
 def _bert(c: Fields) -> Architecture:
+    _refuse(c, "add_cross_attention", True)
     hidden, heads, head_dim = _widths(c)
     seq_len = _seq_len(c, 512)
     return Architecture(
@@ -228,47 +232,76 @@ def _bert(c: Fields) -> Architecture:
 
 def _llama(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    return replace(_rotary(c, "llama"), qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", default=False))
+    mlp_bias = c.flag("mlp_bias", default=False)
+    return replace(_rotary(c, "llama", seq_len=2048), qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
 
 
 def _mistral(c: Fields) -> Architecture:
-    return _rotary(c, "mistral", window=_window(c, 4096))
+    window = _window(c, 4096)
+    return replace(_rotary(c, "mistral", seq_len=131072), window=window, layers=_windowed(c, window, "all"))
 
 
 def _mixtral(c: Fields) -> Architecture:
-    return _rotary(c, "mixtral", window=_window(c, None), experts=True)
+    window = _window(c, None)
+    common = _rotary(c, "mixtral", seq_len=131072)
+    experts, active = _experts(c)
+    layers = tuple(replace(stretch, experts=True) for stretch in _windowed(c, window, "all"))
+    mixed = replace(common, experts=experts, experts_per_token=active, expert_ffn=common.ffn)
+    return replace(mixed, window=window, layers=layers)
 
 
 def _qwen2(c: Fields) -> Architecture:
-    return replace(_rotary(c, "qwen2", window=_switched_window(c), windows="late"), qkv_bias=True)
+    window = _switched_window(c)
+    layers = _windowed(c, window, "late")
+    return replace(_rotary(c, "qwen2", seq_len=32768), qkv_bias=True, window=window, layers=layers)
 
 
 def _qwen3(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    common = _rotary(c, "qwen3", window=_switched_window(c), windows="late", head_dim=128)
-    return replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    window = _switched_window(c)
+    common = _rotary(c, "qwen3", seq_len=32768, head_dim=128)
+    layers = _windowed(c, window, "late")
+    return replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True, window=window, layers=layers)
 
 
 def _qwen3_moe(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
-    common = _rotary(c, "qwen3_moe", window=_switched_window(c), experts=True)
-    return replace(common, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    window = _switched_window(c)
+    common = _rotary(c, "qwen3_moe", seq_len=32768)
+    experts, active = _experts(c)
+    return replace(
+        common,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        window=window,
+        layers=_sparse(c, window is not None),
+        experts=experts,
+        experts_per_token=active,
+        expert_ffn=c.whole("moe_intermediate_size", most=MOST_FFN, default=768),
+    )
 
 
 def _gemma2(c: Fields) -> Architecture:
     bias = c.flag("attention_bias", default=False)
+    window = _window(c, 4096)
     return replace(
-        _rotary(c, "gemma2", window=_window(c, 4096), windows="alternate", head_dim=256),
+        _rotary(c, "gemma2", seq_len=8192, head_dim=256),
         qkv_bias=bias,
         out_bias=bias,
         activation=_activation(c, "hidden_activation", "gelu_pytorch_tanh"),
         tied=_tied(c, True),
         norm_place="both",
+        window=window,
+        layers=_windowed(c, window, "alternate"),
     )
 
 
 def _phi3(c: Fields) -> Architecture:
-    return replace(_rotary(c, "phi3", window=_window(c, None)), dropout=_rate(c, "resid_pdrop", 0.0))
+    window = _window(c, None)
+    dropout = _rate(c, "resid_pdrop", 0.0)
+    layers = _windowed(c, window, "all")
+    return replace(_rotary(c, "phi3", seq_len=4096), dropout=dropout, window=window, layers=layers)
 
 
 READERS: dict[str, Callable[[Fields], Architecture]] = {
@@ -292,80 +325,71 @@ READERS: dict[str, Callable[[Fields], Architecture]] = {
 # --- what the rotary, RMSNorm, gated families share ---
 
 
-def _rotary(
-    c: Fields,
-    family: str,
-    *,
-    window: int | None = None,
-    windows: Windows = "all",
-    head_dim: int | None = None,
-    experts: bool = False,
-) -> Architecture:
-    hidden, heads, width = _widths(c, default_head_dim=head_dim)
-    ffn = c.whole("intermediate_size", most=MOST_FFN)
-    num_experts, active, expert_ffn = _experts(c, ffn) if experts else (0, 0, 0)
+def _rotary(c: Fields, family: str, *, seq_len: int, head_dim: int | None = None) -> Architecture:
+    """What all of them have; windows, mixtures and biases are added by each."""
+    width = c.whole("hidden_size", most=MOST_HIDDEN)
+    heads = c.whole("num_attention_heads", most=MOST_HEADS)
+    if head_dim is not None and "head_dim" in c.items and not c.has("head_dim"):
+        c.complain("head_dim", f"must have a value; without the key it is {head_dim}")
+    head_dim = c.whole("head_dim", most=MOST_HIDDEN, default=head_dim)
+    if head_dim is None:
+        check_divides(c, "num_attention_heads", "hidden_size", (heads, width), otherwise=", or head_dim be given")
+        head_dim = max(1, width // heads)
     return Architecture(
         family=family,
-        layers=_stretches(c, windows if window else None, num_experts),
-        hidden=hidden,
+        layers=_uniform(c, "num_hidden_layers"),
+        hidden=width,
         heads=heads,
         kv_heads=_kv_heads(c, heads, optional=family in ("llama", "phi3")),
-        head_dim=width,
-        ffn=ffn,
+        head_dim=head_dim,
+        ffn=c.whole("intermediate_size", most=MOST_FFN),
         vocab=_vocab(c),
-        seq_len=_seq_len(c, 2048),
+        seq_len=_seq_len(c, seq_len),
         activation=_activation(c, "hidden_act", "silu"),
         tied=_tied(c, False),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
-        window=window,
-        experts=num_experts,
-        experts_per_token=active,
-        expert_ffn=expert_ffn,
     )
 
 
-def _experts(c: Fields, ffn: int) -> tuple[int, int, int]:
-    key = "num_experts" if c.has("num_experts") and not c.has("num_local_experts") else "num_local_experts"
+def _experts(c: Fields) -> tuple[int, int]:
+    key = _either(c, "num_local_experts", "num_experts")
     experts = c.whole(key, most=MOST_EXPERTS)
     active = c.whole("num_experts_per_tok", most=MOST_EXPERTS)
-    if c.good(key, "num_experts_per_tok") and active > experts:
-        c.complain("num_experts_per_tok", f"must be at most {key} ({experts})")
-    return experts, active, c.whole("moe_intermediate_size", most=MOST_FFN, default=ffn)
+    check_at_most(c, "num_experts_per_tok", key, (active, experts))
+    return experts, active
 
 
-def _stretches(c: Fields, windows: Windows | None, experts: int) -> tuple[Stretch, ...]:
-    """Which layers are windowed, and which are mixtures, folded into runs."""
-    count = c.whole("num_hidden_layers", most=MOST_LAYERS)
-    late = c.whole("max_window_layers", least=0, most=MOST_LAYERS, default=count)
+def _windowed(c: Fields, window: int | None, windows: Windows) -> tuple[Stretch, ...]:
+    """The layers, folded into runs of those that see a window and those that see everything."""
+    count = _uniform(c, "num_hidden_layers")[0].count
+    late = c.whole("max_window_layers", least=0, most=MOST_LAYERS, default=28) if windows == "late" else 0
+    explicit = _layer_types(c, count) if windows != "all" else ()
+    if window is None:
+        return (Stretch(count),)
+    rule = {"all": lambda _: True, "late": lambda layer: layer >= late, "alternate": lambda layer: layer % 2 == 0}
+    kinds = [name == "sliding_attention" for name in explicit] or map(rule[windows], range(count))
+    return tuple(Stretch(len(list(group)), windowed) for windowed, group in groupby(kinds))
+
+
+def _sparse(c: Fields, windowed: bool) -> tuple[Stretch, ...]:
+    """The layers, folded into runs of mixtures and dense ones."""
+    count = _uniform(c, "num_hidden_layers")[0].count
     step = c.whole("decoder_sparse_step", most=MOST_LAYERS, default=1)
     dense = _layer_numbers(c, "mlp_only_layers", count)
-    explicit = _layer_types(c, count)
-    if not c.good("num_hidden_layers"):
-        count = 1
-
-    def windowed(layer: int) -> bool:
-        if windows is None:
-            return False
-        if explicit:
-            return explicit[layer] == "sliding_attention"
-        return {"all": True, "late": layer >= late, "alternate": layer % 2 == 0}[windows]
-
-    def mixed(layer: int) -> bool:
-        return experts > 0 and layer not in dense and (layer + 1) % step == 0
-
-    kinds = ((windowed(layer), mixed(layer)) for layer in range(count))
-    return tuple(Stretch(len(list(group)), *kind) for kind, group in groupby(kinds))
+    kinds = (layer not in dense and (layer + 1) % step == 0 for layer in range(count))
+    return tuple(Stretch(len(list(group)), windowed, mixed) for mixed, group in groupby(kinds))
 
 
 def _layer_types(c: Fields, count: int) -> tuple[str, ...]:
-    names = tuple(str(node.value) for node in c.list_of("layer_types", most=MOST_LAYERS, default=()))
     legal = ("full_attention", "sliding_attention")
-    if not names or not c.good("num_hidden_layers"):
-        return ()
-    if len(names) != count:
+    nodes = c.list_of("layer_types", most=MOST_LAYERS, default=())
+    names = tuple(node.value for node in nodes if isinstance(node.value, str))
+    unknown = next((node for node in nodes if node.value not in legal), None)
+    if unknown is not None:
+        near = nearest(unknown.value, legal) if isinstance(unknown.value, str) else ()
+        c.complain("layer_types", "must list the type of every layer", legal=legal, near=near)
+    elif names and c.good("num_hidden_layers") and len(names) != count:
         c.complain("layer_types", f"must name each of the {count} layers, not {len(names)}")
-    elif unknown := sorted(set(names).difference(legal)):
-        c.complain("layer_types", f"has the unknown type {unknown[0]}", legal=legal, near=nearest(unknown[0], legal))
     return names if c.good("layer_types") else ()
 
 
@@ -383,23 +407,31 @@ def _layer_numbers(c: Fields, key: str, count: int) -> frozenset[int]:
 # --- single values ---
 
 
+def _either(c: Fields, *spellings: str) -> str:
+    """The spelling of a key that the file uses; two of them must agree."""
+    given = [key for key in spellings if c.has(key)]
+    if len(given) > 1 and c.items[given[0]].value != c.items[given[1]].value:
+        c.complain(given[1], f"contradicts {given[0]}, which is another name of the same thing")
+    return (given or spellings)[0]
+
+
+def _refuse(c: Fields, key: str, value: bool) -> None:
+    if c.flag(key, default=not value) is value and c.good(key):
+        c.complain(key, "is not supported: it changes the parameters in a way that can't be described yet")
+
+
 def _widths(
     c: Fields,
     *,
-    hidden: str = "hidden_size",
-    heads: str = "num_attention_heads",
-    default_head_dim: int | None = None,
+    hidden: tuple[str, ...] = ("hidden_size",),
+    heads: tuple[str, ...] = ("num_attention_heads",),
 ) -> tuple[int, int, int]:
     """hidden, heads and the width of a head."""
-    width = c.whole(hidden, most=MOST_HIDDEN)
-    count = c.whole(heads, most=MOST_HEADS)
-    head_dim = c.whole("head_dim", most=MOST_HIDDEN, default=default_head_dim)
-    if head_dim is None:
-        if c.good(hidden, heads) and width % count:
-            legal = divisors(width)
-            c.complain(heads, f"must divide {hidden} ({width})", legal=legal, near=closest(count, legal))
-        head_dim = max(1, width // count)
-    return width, count, head_dim
+    hidden_key, heads_key = _either(c, *hidden), _either(c, *heads)
+    width = c.whole(hidden_key, most=MOST_HIDDEN)
+    count = c.whole(heads_key, most=MOST_HEADS)
+    check_divides(c, heads_key, hidden_key, (count, width))
+    return width, count, max(1, width // count)
 
 
 def _kv_heads(c: Fields, heads: int, *, optional: bool) -> int:
@@ -409,14 +441,12 @@ def _kv_heads(c: Fields, heads: int, *, optional: bool) -> int:
         kv_heads = c.whole(key, most=MOST_HEADS, default=heads)
     else:
         kv_heads = c.whole(key, most=MOST_HEADS)
-    if c.good(key, "num_attention_heads") and heads % kv_heads:
-        legal = divisors(heads)
-        c.complain(key, f"must divide num_attention_heads ({heads})", legal=legal, near=closest(kv_heads, legal))
+    check_divides(c, key, "num_attention_heads", (kv_heads, heads))
     return kv_heads
 
 
-def _uniform(c: Fields, key: str) -> tuple[Stretch, ...]:
-    return (Stretch(c.whole(key, most=MOST_LAYERS)),)
+def _uniform(c: Fields, *spellings: str) -> tuple[Stretch, ...]:
+    return (Stretch(c.whole(_either(c, *spellings), most=MOST_LAYERS)),)
 
 
 def _vocab(c: Fields) -> int:

@@ -1,14 +1,33 @@
-"""The largest sizes we accept, far beyond any model: a typing error gets an answer, not an endless computation."""
+"""The largest sizes we accept, far beyond any model, and the rules that sizes obey among each other.
+
+A typing error gets an answer, not an endless computation.
+"""
 
 from __future__ import annotations
 
-MOST_LAYERS = 100_000
+from wavetrain.base.fields import Fields
+
+MOST_LAYERS = 10_000
 MOST_HIDDEN = 10_000_000
 MOST_HEADS = 1_000_000
 MOST_FFN = 100_000_000
 MOST_VOCAB = 1_000_000_000
 MOST_SEQ_LEN = 1_000_000_000
 MOST_EXPERTS = 1_000_000
+
+
+def check_divides(f: Fields, part: str, whole: str, values: tuple[int, int], *, otherwise: str = "") -> None:
+    """Complain where the first value does not divide the second."""
+    number, total = values
+    if f.good(part, whole) and total % number:
+        legal = divisors(total)
+        f.complain(part, f"must divide {whole} ({total}){otherwise}", legal=legal, near=closest(number, legal))
+
+
+def check_at_most(f: Fields, part: str, whole: str, values: tuple[int, int]) -> None:
+    """Complain where the first value exceeds the second."""
+    if f.good(part, whole) and values[0] > values[1]:
+        f.complain(part, f"must be at most {whole} ({values[1]})")
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from wavetrain.base.errors import InputError, Problem
 from wavetrain.model.architecture import Architecture
+from wavetrain.model.limits import MOST_LAYERS, MOST_SEQ_LEN
 from wavetrain.model.operator import Operator, Parameter, Work, num_active_parameters, num_parameters
 
 SCHEMA = "wavetrain.model/1"
@@ -23,10 +25,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` equal layers in a row."""
+    """`count` equal layers in a row, the first of them numbered `first` in the module tree."""
 
     layer: str
     count: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Model:
     order: tuple[Run, ...]
     architecture: Architecture | None = None  # None for a traced module
     source: str = ""
+    fixed_length: bool = False  # a traced module that works at its sample's length only
 
     def __post_init__(self) -> None:
         unknown = {run.layer for run in self.order} - set(self.by_name)
@@ -46,8 +50,12 @@ class Model:
             raise ValueError(f"order names layers that are not described: {', '.join(sorted(unknown))}")
         if len(self.by_name) != len(self.layers):
             raise ValueError("two layers have the same name")
-        if self.seq_len < 1 or any(run.count < 1 for run in self.order):
-            raise ValueError("seq_len and the counts in order must be at least 1")
+        if not self.order:
+            raise ValueError("a model must have a layer")
+        if not 1 <= self.seq_len <= MOST_SEQ_LEN:
+            raise ValueError(f"seq_len must be from 1 to {MOST_SEQ_LEN:,}")
+        if any(run.count < 1 or run.first < 0 for run in self.order) or self.num_layers > MOST_LAYERS + 2:
+            raise ValueError(f"the counts in order must be at least 1, and {MOST_LAYERS + 2:,} together at most")
 
     @cached_property
     def by_name(self) -> dict[str, Layer]:
@@ -67,21 +75,18 @@ class Model:
         return sum(run.count for run in self.order)
 
     def instances(self) -> Iterator[tuple[Layer, int]]:
-        """Every layer in order, with its number among those that share its path."""
-        next_number: dict[str, int] = {}
+        """Every layer in order, with its number in the module tree."""
         for run in self.order:
-            layer = self.by_name[run.layer]
-            for _ in range(run.count):
-                number = next_number.get(layer.path, 0)
-                next_number[layer.path] = number + 1
-                yield layer, number
+            for number in range(run.first, run.first + run.count):
+                yield self.by_name[run.layer], number
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter under its own name, tied ones included."""
         for layer, number in self.instances():
             for operator in layer.operators:
                 for p in operator.parameters:
-                    yield Parameter(p.name.replace("{}", str(number)), p.shape, p.tied)
+                    name, tied = (text.replace("{}", str(number)) for text in (p.name, p.tied))
+                    yield Parameter(name, p.shape, tied)
 
     def total(self, quantity: Callable[[Operator], float]) -> float:
         """The sum of a quantity over all operators of all layers."""
@@ -99,11 +104,20 @@ class Model:
         return int(self.total(num_active_parameters))
 
     def forward_flops(self, work: Work) -> int:
+        self._check(work)
         return int(self.total(lambda operator: operator.forward_flops(work)))
 
     def backward_flops(self, work: Work) -> int:
+        self._check(work)
         return int(self.total(lambda operator: sum(operator.backward_flops(work))))
 
     def saved_bytes(self, work: Work) -> float:
         """Bytes kept from forward to backward without recomputation."""
+        self._check(work)
         return self.total(lambda operator: operator.saved_bytes(work))
+
+    def _check(self, work: Work) -> None:
+        if self.fixed_length and work.seq_len != self.seq_len:
+            rule = f"{self.name} fixes its length: it was traced at {self.seq_len} and is known at no other"
+            remedy = "trace it again with a sample of that length"
+            raise InputError(Problem(where=self.name, key="seq_len", value=work.seq_len, rule=rule, remedy=remedy))

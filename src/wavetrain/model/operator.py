@@ -12,6 +12,7 @@ the elements it puts out and the bytes it keeps for its backward. Conventions, t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -58,6 +59,16 @@ class Work:
         return self.dtype.num_bytes
 
 
+MOST_POWER = 4
+MOST_FACTOR = 1e30
+MOST_ELEMENTS = 10**15  # in one dimension of anything
+
+
+def _check_sizes(name: str, sizes: Iterable[int], *, least: int = 1) -> None:
+    if any(not least <= size <= MOST_ELEMENTS for size in sizes):
+        raise ValueError(f"the sizes of {name} must be from {least} to {MOST_ELEMENTS:,}")
+
+
 @dataclass(frozen=True)
 class Term:
     """factor * microbatch**microbatches * seq_len**lengths."""
@@ -65,6 +76,12 @@ class Term:
     factor: float
     microbatches: int
     lengths: int
+
+    def __post_init__(self) -> None:
+        if not all(0 <= power <= MOST_POWER for power in (self.microbatches, self.lengths)):
+            raise ValueError(f"powers must be from 0 to {MOST_POWER}")
+        if not abs(self.factor) <= MOST_FACTOR:
+            raise ValueError(f"a factor must be at most {MOST_FACTOR:g}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,9 @@ class Parameter:
     shape: tuple[int, ...]
     tied: str = ""  # the name of the parameter this one is the same tensor as; it is counted there
 
+    def __post_init__(self) -> None:
+        _check_sizes(self.name, self.shape, least=0)
+
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
@@ -101,6 +121,12 @@ class Parameter:
 
 class _Operator:
     """What holds unless an operator says otherwise: no matrix product, and no dimension to slice."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        sizes = (value for value in vars(self).values() if isinstance(value, int) and not isinstance(value, bool))
+        _check_sizes(self.name, sizes)
 
     def forward_flops(self, work: Work) -> int:  # noqa: ARG002 - the interface of those that have products
         return 0
@@ -223,12 +249,13 @@ class Norm(_Operator):
     elements: Size  # elements normalized
     axis: Axis = Axis.SEQUENCE
     units: int = 1
+    saves_input: bool = True
 
     def output_elements(self, work: Work) -> int:
         return self.elements.at(work)
 
     def saved_bytes(self, work: Work) -> float:
-        return self.elements.at(work) * work.bytes_per_element
+        return self.elements.at(work) * work.bytes_per_element if self.saves_input else 0
 
 
 @dataclass(frozen=True)
@@ -245,6 +272,9 @@ class Elementwise(_Operator):
     axis: Axis = Axis.SEQUENCE
     units: int = 1
     parameters: tuple[Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.name, (self.reads, self.saved_tensors, self.units), least=0)
 
     def output_elements(self, work: Work) -> int:
         return self.elements.at(work)

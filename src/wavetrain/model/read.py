@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wavetrain.base.codec import decode, dumps, encode
 from wavetrain.base.document import Node, exists, parse_yaml, read_document
-from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.errors import InputError, Problem, unknown_name
 from wavetrain.base.fields import Fields
 from wavetrain.model.hf import READERS, read_config
 from wavetrain.model.limits import MOST_SEQ_LEN
@@ -20,15 +20,12 @@ from wavetrain.model.transformer import build
 
 def load_model(name_or_path: str | Path, *, seq_len: int | None = None) -> Model:
     """Read a model by preset name or path; `seq_len` replaces the sequence length it is described for."""
-    if seq_len is not None and not 1 <= seq_len <= MOST_SEQ_LEN:
-        rule = f"must be a whole number from 1 to {MOST_SEQ_LEN:,}"
-        raise InputError(Problem(where="--seq-len", key="seq_len", value=seq_len, rule=rule))
     name = str(name_or_path)
     if name in presets():
-        return _from_short(name, presets()[name], seq_len)
+        return _with_length(_from_short(name, presets()[name]), seq_len)
     path = Path(name_or_path)
     if not exists(path):
-        raise InputError(_unknown(name))
+        raise InputError(unknown_name(name, "model", presets()))
     if path.is_dir():
         path = _config_in(path)
     return read_model(read_document(path), seq_len=seq_len)
@@ -39,19 +36,21 @@ def read_model(node: Node, *, seq_len: int | None = None) -> Model:
     stem = Path(node.file).stem
     keys = node.value if isinstance(node.value, dict) else {}
     if "schema" in keys:
-        return _with_length(decode(Model, node, schema=SCHEMA), seq_len, node)
-    if "model_type" in keys:
+        model = decode(Model, node, schema=SCHEMA)
+    elif "model_type" in keys:
         name = Path(node.file).absolute().parent.name if stem == "config" else stem
-        return _with_length(build(read_config(node), name=name, source="config.json"), seq_len, node)
-    if node.file.lower().endswith(".json"):
+        model = build(read_config(node), name=name, source="config.json")
+    elif node.file.lower().endswith(".json"):
         rule = "a model in JSON is an HF config.json, which has model_type, or a file of ours, which has schema"
         raise InputError(Problem(where=node.where, key="model_type", rule=rule, legal=tuple(sorted(READERS))))
-    return _from_short(stem, node, seq_len)
+    else:
+        model = _from_short(stem, node)
+    return _with_length(model, seq_len)
 
 
 def write_model(model: Model, path: Path) -> None:
     """Write a model as JSON that `load_model` reads back."""
-    path.write_text(dumps(encode(model, schema=SCHEMA)))
+    path.write_text(dumps(encode(model, schema=SCHEMA)), encoding="utf-8")
 
 
 @cache
@@ -65,23 +64,28 @@ def presets() -> dict[str, Node]:
     return known
 
 
-def _from_short(default_name: str, node: Node, seq_len: int | None) -> Model:
+def _from_short(default_name: str, node: Node) -> Model:
     f = Fields(node)
     name = f.text("name", default=default_name)
     source = f.text("source", default="")
-    architecture = read_short(f, seq_len=seq_len)
+    architecture = read_short(f)
     f.finish()
     return build(architecture, name=name, source=source)
 
 
-def _with_length(model: Model, seq_len: int | None, node: Node) -> Model:
+def _with_length(model: Model, seq_len: int | None) -> Model:
     if seq_len is None:
         return model
-    architecture = model.architecture
-    if architecture and architecture.positions == "learned" and seq_len > architecture.position_rows:
-        rule = f"its table of learned positions has {architecture.position_rows} rows"
-        remedy = f"a length up to {architecture.position_rows}"
-        raise InputError(Problem(where=node.file, key="seq_len", value=seq_len, rule=rule, remedy=remedy))
+    learned = model.architecture is not None and model.architecture.positions == "learned"
+    most = model.architecture.seq_len if model.architecture and learned else MOST_SEQ_LEN
+    rule = ""
+    if not 1 <= seq_len <= most:
+        table = "; that is how many positions it has learned" if learned else ""
+        rule = f"must be a whole number from 1 to {most:,}{table}"
+    elif model.fixed_length and seq_len != model.seq_len:
+        rule = f"must be {model.seq_len}: the traced module fixes its length"
+    if rule:
+        raise InputError(Problem(where=model.name, key="seq_len", value=seq_len, rule=rule))
     return replace(model, seq_len=seq_len)
 
 
@@ -90,10 +94,3 @@ def _config_in(directory: Path) -> Path:
     if not path.is_file():
         raise InputError(Problem(where=str(directory), rule="is a directory without a config.json"))
     return path
-
-
-def _unknown(name: str) -> Problem:
-    if "/" in name or name.lower().endswith((".json", ".yaml", ".yml")):
-        return Problem(where=name, rule="no such file")
-    rule = "neither a model we know by name nor a file"
-    return Problem(where=name, key="model", value=name, rule=rule, nearest=nearest(name, presets()), legal=())

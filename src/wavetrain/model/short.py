@@ -13,6 +13,7 @@ What is not stated follows from the family.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from wavetrain.base.fields import Fields
@@ -26,8 +27,8 @@ from wavetrain.model.limits import (
     MOST_LAYERS,
     MOST_SEQ_LEN,
     MOST_VOCAB,
-    closest,
-    divisors,
+    check_at_most,
+    check_divides,
 )
 from wavetrain.model.transformer import unsupported
 
@@ -35,8 +36,11 @@ WINDOWS = ("all", "alternate")
 IDENTIFYING = ("layers", "hidden", "heads", "vocab", "family", "ffn", "seq_len")  # keys only a model has
 
 
-def read_short(f: Fields, *, seq_len: int | None = None) -> Architecture:
-    """The architecture that the short form states; `seq_len` replaces the file's. Raises on `f.finish()`."""
+ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "tanh", "quick_gelu")
+
+
+def read_short(f: Fields) -> Architecture:
+    """The architecture that the short form states; what is wrong with it is raised by `f.finish()`."""
     family = f.choice("family", tuple(FAMILIES), default="gpt")
     style = _Style(f, FAMILIES[family].defaults)
     hidden = f.whole("hidden", most=MOST_HIDDEN)
@@ -48,6 +52,7 @@ def read_short(f: Fields, *, seq_len: int | None = None) -> Architecture:
     bias = style.flag("bias")
     dropout = style.flag("dropout")
     positions = style.choice("positions", POSITIONS)
+    norm = style.choice("norm", NORMS)
     architecture = Architecture(
         family=family,
         layers=_stretches(f, experts),
@@ -57,19 +62,19 @@ def read_short(f: Fields, *, seq_len: int | None = None) -> Architecture:
         head_dim=_head_dim(f, hidden, heads),
         ffn=ffn,
         vocab=f.whole("vocab", most=MOST_VOCAB),
-        seq_len=seq_len or length,
+        seq_len=length,
         positions=positions,
-        position_rows=(seq_len or length) + (2 if family == "opt" else 0) if positions == "learned" else 0,
+        position_rows=length + (2 if family == "opt" else 0) if positions == "learned" else 0,
         token_types=style.value("token_types", 0),
         embedding_norm=style.value("embedding_norm", False),
-        norm=style.choice("norm", NORMS),
-        norm_bias=style.flag("norm_bias"),
+        norm=norm,
+        norm_bias=f.flag("norm_bias", default=norm == "layernorm" and style.value("norm_bias", True)),
         norm_place=style.value("norm_place", "before"),
         final_norm=style.value("final_norm", True),
         qk_norm=style.flag("qk_norm"),
         mlp=mlp,
-        activation=f.text("activation", default=style.value("activation", "gelu")),
-        qkv_bias=style.flag("qkv_bias") or bias,
+        activation=f.choice("activation", ACTIVATIONS, default=style.value("activation", "gelu")),
+        qkv_bias=f.flag("qkv_bias", default=style.value("qkv_bias", bias)),
         out_bias=bias,
         mlp_bias=bias,
         head=style.value("head", "causal"),
@@ -79,12 +84,13 @@ def read_short(f: Fields, *, seq_len: int | None = None) -> Architecture:
         window=f.whole("window", most=MOST_SEQ_LEN, default=None),
         experts=experts,
         experts_per_token=active,
-        expert_ffn=f.whole("expert_ffn", most=MOST_FFN, default=ffn),
+        expert_ffn=f.whole("expert_ffn", most=MOST_FFN, default=ffn) if experts else 0,
+        parallel_residual=style.value("parallel_residual", False),
     )
     if f.good("family"):
         for key, rule in unsupported(architecture):
-            having = [name for name in FAMILIES if name != family and _has(name, key)]
-            f.complain(key, rule, legal=having and [f"family: {name}" for name in having])
+            having = [name for name in FAMILIES if key not in dict(unsupported(replace(architecture, family=name)))]
+            f.complain(key, rule, legal=[f"family: {name}" for name in having])
     return architecture
 
 
@@ -106,19 +112,15 @@ class _Style:
         return self.defaults.get(key, default)
 
 
-def _has(family: str, key: str) -> bool:
-    role = {"mlp": "gate", "qk_norm": "q_norm", "norm_place": "attention_after", "head": "head_dense"}.get(key, key)
-    return role in FAMILIES[family].names
-
-
 def _experts(f: Fields) -> tuple[int, int]:
     if not f.has("experts"):
-        f.has("experts_per_token")
+        for key in ("experts_per_token", "expert_ffn"):
+            if f.has(key):
+                f.complain(key, "means nothing without experts")
         return 0, 0
     experts = f.whole("experts", most=MOST_EXPERTS)
     active = f.whole("experts_per_token", most=MOST_EXPERTS)
-    if f.good("experts", "experts_per_token") and active > experts:
-        f.complain("experts_per_token", f"must be at most experts ({experts})")
+    check_at_most(f, "experts_per_token", "experts", (active, experts))
     return experts, active
 
 
@@ -130,18 +132,14 @@ def _ffn(f: Fields, hidden: int, mlp: str) -> int:
 
 def _kv_heads(f: Fields, heads: int) -> int:
     kv_heads = f.whole("kv_heads", most=MOST_HEADS, default=heads)
-    if f.good("heads", "kv_heads") and heads % kv_heads:
-        legal = divisors(heads)
-        f.complain("kv_heads", f"must divide heads ({heads})", legal=legal, near=closest(kv_heads, legal))
+    check_divides(f, "kv_heads", "heads", (kv_heads, heads))
     return kv_heads
 
 
 def _head_dim(f: Fields, hidden: int, heads: int) -> int:
     head_dim = f.whole("head_dim", most=MOST_HIDDEN, default=None)
-    if head_dim is None and f.good("hidden", "heads", "head_dim") and hidden % heads:
-        legal = divisors(hidden)
-        rule = f"must divide hidden ({hidden}), or head_dim must be given"
-        f.complain("heads", rule, legal=legal, near=closest(heads, legal))
+    if head_dim is None and f.good("head_dim"):
+        check_divides(f, "heads", "hidden", (heads, hidden), otherwise=", or head_dim be given")
     return head_dim or max(1, hidden // heads)
 
 
@@ -150,6 +148,8 @@ def _stretches(f: Fields, experts: int) -> tuple[Stretch, ...]:
     windows = f.choice("windows", WINDOWS, default="all")
     mixed = experts > 0
     if not f.has("window"):
+        if f.has("windows"):
+            f.complain("windows", "means nothing without window")
         return (Stretch(count, False, mixed),)
     if windows == "alternate":
         return tuple(Stretch(1, layer % 2 == 0, mixed) for layer in range(count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from wavetrain.model.architecture import Architecture, Stretch
@@ -31,7 +32,11 @@ def build(architecture: Architecture, *, name: str, source: str = "") -> Model:
     """The model that an architecture determines."""
     made = _Transformer(architecture)
     kinds = {stretch: made.block(stretch) for stretch in _kinds(architecture)}
-    runs = [Run(kinds[kind].name, sum(s.count for s in group)) for kind, group in groupby(architecture.layers, _kind)]
+    runs, first = [], 0
+    for kind, group in groupby(architecture.layers, _kind):
+        count = sum(stretch.count for stretch in group)
+        runs.append(Run(kinds[kind].name, count, first))
+        first += count
     return Model(
         name=name,
         seq_len=architecture.seq_len,
@@ -44,8 +49,10 @@ def build(architecture: Architecture, *, name: str, source: str = "") -> Model:
 
 def unsupported(architecture: Architecture) -> Iterator[tuple[str, str]]:
     """(key, rule) for each feature that the family has no module for."""
-    names = FAMILIES[architecture.family].names
+    names, grouped = FAMILIES[architecture.family].names, FAMILIES[architecture.family].grouped
     needs = {
+        "kv_heads": architecture.kv_heads != architecture.heads and not grouped,
+        "head_dim": architecture.heads * architecture.head_dim != architecture.hidden and not grouped,
         "positions": architecture.positions == "learned" and "positions" not in names,
         "experts": architecture.experts > 0 and "experts" not in names,
         "mlp": architecture.mlp == "gated" and "gate" not in names and "gate_up" not in names,
@@ -125,9 +132,10 @@ class _Transformer:
         a, path = self.a, self.names["head"]
         tied = f"{self.names['tokens']}.weight" if a.tied else ""
         parameters = [Parameter(f"{path}.weight", (a.vocab, width), tied)]
-        if a.head == "masked":  # the bias lives beside the projection, which refers to it
+        if a.head == "masked":  # the bias lives beside the projection, which refers to it where it is tied
             bias = self.names["head_bias"]
-            parameters += [Parameter(bias, (a.vocab,)), Parameter(f"{path}.bias", (a.vocab,), bias)]
+            twin = bias if a.tied else ""
+            parameters += [Parameter(bias, (a.vocab,)), Parameter(f"{path}.bias", (a.vocab,), twin)]
         return Linear(path, tuple(parameters), width, a.vocab, Axis.VOCAB, a.vocab)
 
     # --- the two halves of a block ---
@@ -173,7 +181,7 @@ class _Transformer:
     def _mlp_half(self, experts: bool) -> Iterator[Operator]:
         a = self.a
         if a.norm_place != "after":
-            yield self._norm("mlp_norm")
+            yield replace(self._norm("mlp_norm"), saves_input=not a.parallel_residual)
         yield from self._experts() if experts else self._dense_mlp()
         if a.norm_place == "both":
             yield self._norm("mlp_after")

@@ -49,7 +49,7 @@ def cluster_card(cluster: Cluster) -> RenderableType:
 
 
 def _facts(cluster: Cluster) -> Iterator[tuple[str, str]]:
-    mixed = "" if cluster.is_uniform else f", {len(cluster.groups)} kinds of nodes"
+    mixed = "" if cluster.is_uniform else f", {cluster.num_kinds} kinds of nodes"
     yield "devices", f"{cluster.num_devices:,} in {cluster.num_nodes:,} nodes{mixed}"
     yield "memory", f"{format_bytes(_total(cluster, 'memory_bytes'))} in all"
     yield "power", f"{format_rate(cluster.busy_w, 'W')} while training, hosts included"
