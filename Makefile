@@ -29,6 +29,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/schedules.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

@@ -13,14 +13,17 @@ import typer
 
 from wavetrain import __version__
 from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
-from wavetrain.base.units import DType
+from wavetrain.base.units import DType, printable
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from rich.console import RenderableType
 
     from wavetrain.base.document import Node
     from wavetrain.cluster import Cluster
     from wavetrain.model import Model
+    from wavetrain.schedule.request import Times
 
 CHECK_FAILED = 5
 
@@ -96,6 +99,58 @@ def describe(
 
 
 @app.command()
+def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
+    kind: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, wave, wave-zb, derived ...")] = "wave",
+    ranks: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches in a step.")] = 8,
+    waves: Annotated[int | None, typer.Option(help="Waves of a snake; 1.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank of a loop; 2.")] = None,
+    f: Annotated[str | None, typer.Option("--f", help="Time of a stage's forward; 1.")] = None,
+    i: Annotated[str | None, typer.Option("--i", help="Time of its input gradient; 1.")] = None,
+    w: Annotated[str | None, typer.Option("--w", help="Time of its weight gradient; 1.")] = None,
+    b: Annotated[str | None, typer.Option("--b", help="Time of its whole backward, halved; 2.")] = None,
+    transfer: Annotated[str | None, typer.Option(help="Time of a message between ranks; 0.")] = None,
+    memory_cap: Annotated[str | None, typer.Option(help="Most microbatches of activations on a rank.")] = None,
+    verify: Annotated[Path | None, typer.Option(help="Prove a schedule file (also PyTorch's CSV) instead.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a Gantt chart.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Write the actions, communication included.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw up a pipeline schedule, prove it and say what it costs."""
+    from wavetrain.base.document import read_text
+    from wavetrain.schedule import ScheduleError, add_communication, parse_text, write_text
+    from wavetrain.schedule.picture import MOST_BARS
+    from wavetrain.schedule.picture import svg as chart
+    from wavetrain.schedule.request import Request, answer, prove
+    from wavetrain.show.schedule import schedule_card, schedule_document
+
+    times = _times({"--f": f, "--i": i, "--w": w, "--b": b, "--transfer": transfer})
+    cap = _positive("--memory-cap", memory_cap) if memory_cap is not None else None
+    try:
+        if verify is not None:
+            name = verify.name
+            found = prove(parse_text(read_text(verify), file=str(verify)), times, cap=cap)
+        else:
+            name = kind
+            found = answer(Request(kind, ranks, microbatches, waves, chunks, times, cap, split=b is None))
+    except ScheduleError as error:
+        if as_json:
+            document = {"schema": "wavetrain.schedule/1", "kind": kind, "valid": False, "reasons": list(error.reasons)}
+            _print(document, "", as_json)
+        raise
+    if svg is not None:
+        if found.proof.num_compute > MOST_BARS:
+            rule = f"{found.proof.num_compute:,} actions are too many for a chart; at most {MOST_BARS:,}"
+            raise InputError(Problem(where="--svg", rule=rule, remedy="fewer microbatches, ranks or waves"))
+        title = f"{name}: {found.actions.num_ranks} ranks, {found.actions.num_microbatches} microbatches"
+        _write(svg, chart(found.actions, found.evaluation, found.costs, title=title))
+    if text is not None:
+        complete = found.actions if found.actions.has_communication else add_communication(found.actions, found.costs)
+        _write(text, write_text(complete))
+    _print(schedule_document(name, found), schedule_card(name, found, width=_width()), as_json)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine and say what to fix."""
     from wavetrain.base.codec import encode
@@ -151,6 +206,47 @@ def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
     near = ((key, nearest(key, legal)) for key in shown)
     problems = [Problem(where=where, key=key, rule="unknown key", nearest=n) for key, n in near if n]
     return InputError([Problem(where=where, key=", ".join(shown), rule=rule), *problems])
+
+
+def _times(given: dict[str, str | None]) -> Times:
+    """Durations from options; a backward given whole is halved, as exact fractions."""
+    from wavetrain.schedule.request import Times
+
+    known = {option: _positive(option, value) for option, value in given.items() if value is not None}
+    if "--b" in known and ("--i" in known or "--w" in known):
+        raise InputError(Problem(where="--b", rule="is the sum of --i and --w; give the sum or the parts"))
+    half = known["--b"] / 2 if "--b" in known else None
+    values = {name: known.get(f"--{name}") for name in ("f", "i", "w", "transfer")}
+    values["i"], values["w"] = values["i"] or half, values["w"] or half
+    return Times(**{name: value for name, value in values.items() if value is not None})
+
+
+def _positive(option: str, value: str) -> Fraction:
+    """A number as an exact fraction; a transfer alone may be zero."""
+    from fractions import Fraction
+
+    least = 0 if option == "--transfer" else Fraction(1, 10**9)
+    try:
+        number = Fraction(value) if len(value) < 40 else None
+    except (ValueError, ZeroDivisionError):
+        number = None
+    if number is None or not least <= number <= 10**9:
+        raise InputError(Problem(where=option, rule=f"{printable(value)}: must be a number from {least} to 1000000000"))
+    return number
+
+
+def _width() -> int:
+    from shutil import get_terminal_size
+
+    return get_terminal_size((80, 24)).columns
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        path.write_text(content, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(Problem(where=str(path), rule=f"can't be written: {reason}")) from None
 
 
 def _one_of(option: str, value: str, legal: Sequence[str]) -> str:

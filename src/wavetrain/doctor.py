@@ -54,7 +54,7 @@ def _python() -> Check:
 
 
 def _core() -> Check:
-    return _packages("core packages", ("PyYAML", "rich", "typer"), State.BAD, "pip install wavetrain")
+    return _packages("core packages", ("numpy", "PyYAML", "rich", "typer"), State.BAD, "pip install wavetrain")
 
 
 def _torch() -> Check:
