@@ -8,7 +8,7 @@ JOBS ?= 2
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench soak format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/schedules.py
+
+soak: $(READY)
+	$(BIN)/python benchmarks/soak_schedules.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

@@ -4,6 +4,8 @@ say() { printf '\n$ %s\n' "$*"; "$@"; }
 
 say wavetrain describe llama3-8b
 say wavetrain describe dgx-h100:32
+mkdir -p out
+say wavetrain schedule --kind wave-zb --ranks 4 --microbatches 8 --svg out/wave-zb.svg
 say wavetrain describe examples/lab.yaml
 say python examples/own_module.py
 say wavetrain doctor

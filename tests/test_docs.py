@@ -77,6 +77,11 @@ def test_paths_that_are_named_exist(page):
         assert path.exists(), match.group()
 
 
+def test_the_picture_is_what_its_command_draws(tmp_path):
+    shell(f"wavetrain schedule --kind wave --ranks 4 --waves 2 --microbatches 4 --svg {tmp_path}/wave.svg")
+    assert (tmp_path / "wave.svg").read_text() == (ROOT / "docs/pictures/wave.svg").read_text()
+
+
 def test_the_number_of_tests_shown_is_theirs():
     """`make test` can't be run from inside itself; what it collects can be counted."""
     shown = re.search(r"^(\d+) passed$", (ROOT / "README.md").read_text(), re.MULTILINE)[1]

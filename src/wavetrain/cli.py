@@ -100,11 +100,13 @@ def describe(
 
 @app.command()
 def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
-    kind: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, wave, wave-zb, derived ...")] = "wave",
-    ranks: Annotated[int, typer.Option(help="Ranks of the pipeline.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Microbatches in a step.")] = 8,
-    waves: Annotated[int | None, typer.Option(help="Waves of a snake; 1.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank of a loop; 2.")] = None,
+    kind: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved, wave-zb, derived ...; wave.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline; 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches in a step; 8.")] = None,
+    waves: Annotated[
+        int | None, typer.Option(help="Waves of a snake; 1. A derived order then runs on a snake.")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank of a loop; 2. As above, on a loop.")] = None,
     f: Annotated[str | None, typer.Option("--f", help="Time of a stage's forward; 1.")] = None,
     i: Annotated[str | None, typer.Option("--i", help="Time of its input gradient; 1.")] = None,
     w: Annotated[str | None, typer.Option("--w", help="Time of its weight gradient; 1.")] = None,
@@ -122,21 +124,22 @@ def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.schedule.picture import MOST_BARS
     from wavetrain.schedule.picture import svg as chart
     from wavetrain.schedule.request import Request, answer, prove
-    from wavetrain.show.schedule import schedule_card, schedule_document
+    from wavetrain.show.schedule import rejection_document, schedule_card, schedule_document
 
     times = _times({"--f": f, "--i": i, "--w": w, "--b": b, "--transfer": transfer})
     cap = _positive("--memory-cap", memory_cap) if memory_cap is not None else None
+    name = verify.name if verify is not None else kind or "wave"
     try:
         if verify is not None:
-            name = verify.name
-            found = prove(parse_text(read_text(verify), file=str(verify)), times, cap=cap)
+            _refuse_beside("--verify", {"--kind": kind, "--ranks": ranks, "--waves": waves, "--chunks": chunks})
+            read = parse_text(read_text(verify), file=str(verify))
+            found = prove(read, times, cap=cap, microbatches=microbatches)
         else:
-            name = kind
-            found = answer(Request(kind, ranks, microbatches, waves, chunks, times, cap, split=b is None))
+            sizes = (4 if ranks is None else ranks, 8 if microbatches is None else microbatches)
+            found = answer(Request(name, *sizes, waves, chunks, times, cap, split=b is None))
     except ScheduleError as error:
         if as_json:
-            document = {"schema": "wavetrain.schedule/1", "kind": kind, "valid": False, "reasons": list(error.reasons)}
-            _print(document, "", as_json)
+            _print(rejection_document(name, error.reasons), "", as_json)
         raise
     if svg is not None:
         if found.proof.num_compute > MOST_BARS:
@@ -208,6 +211,13 @@ def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
     return InputError([Problem(where=where, key=", ".join(shown), rule=rule), *problems])
 
 
+def _refuse_beside(option: str, others: dict[str, object]) -> None:
+    """Options that say nothing beside another are not ignored."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InputError([Problem(where=name, rule=f"means nothing beside {option}") for name in given])
+
+
 def _times(given: dict[str, str | None]) -> Times:
     """Durations from options; a backward given whole is halved, as exact fractions."""
     from wavetrain.schedule.request import Times
@@ -223,11 +233,13 @@ def _times(given: dict[str, str | None]) -> Times:
 
 def _positive(option: str, value: str) -> Fraction:
     """A number as an exact fraction; a transfer alone may be zero."""
+    import re
     from fractions import Fraction
 
     least = 0 if option == "--transfer" else Fraction(1, 10**9)
+    written = re.fullmatch(r"\d{0,12}\.?\d{0,12}(e[-+]?\d)?|\d{1,12}/\d{1,12}", value)
     try:
-        number = Fraction(value) if len(value) < 40 else None
+        number = Fraction(value) if written else None
     except (ValueError, ZeroDivisionError):
         number = None
     if number is None or not least <= number <= 10**9:

@@ -81,6 +81,31 @@ def test_never_worse_than_any_fixed_schedule(batch):
                 assert found.makespan <= evaluate(order, costs).makespan, name
 
 
+def test_times_of_any_kind_and_size():
+    """Zero durations, floats of very different sizes, fractions: an order, its bound below it."""
+    rng = random.Random(7)
+    for number in range(60):
+        placement = rng.choice([loop(2, 2), loop(2, 3), snake(2, 1), snake(3, 1)])
+        kinds = [
+            lambda: rng.choice([0, 1, 2]),
+            lambda: 10 ** rng.uniform(-9, 9),
+            lambda: Fraction(rng.randint(1, 9), 7),
+        ]
+        pick = kinds[number % 3]
+        costs = Costs(*(tuple(pick() for _ in range(placement.num_stages)) for _ in range(3)), transfer=pick())
+        found = derive(placement, rng.randint(1, 4), costs, split=rng.random() < 0.5, effort=20_000)
+        verify(found.actions)
+        assert found.makespan >= found.lower_bound * (1 - 1e-12)
+        assert found.gap >= 0
+
+
+def test_a_large_request_stays_within_its_effort():
+    costs = Costs.uniform(32, f=Fraction(11, 10), i=Fraction(23, 20), w=Fraction(23, 20), transfer=Fraction(13, 100))
+    found = derive(snake(8, 2), 64, costs, split=False, cap=Fraction(8), effort=100_000)
+    verify(found.actions, cap=Fraction(8))
+    assert found.makespan == evaluate(found.actions, costs).makespan
+
+
 def test_improvement_is_repeatable():
     costs = Costs.uniform(8, f=3, i=4, w=2, transfer=1)
     twice = [derive(snake(4, 1), 6, costs, split=True, effort=200_000) for _ in range(2)]

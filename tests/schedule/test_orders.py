@@ -167,5 +167,23 @@ def test_every_schedule_of_the_table_is_used_by_name():
         assert order.is_split == schedule.split, name
 
 
-def test_forward_only_keeps_nothing():
-    assert evaluated(orders.forward_only(orders.snake(4, 1), 8)).peak_in_flight_max == 0
+@pytest.mark.parametrize(("P", "W", "M"), [(4, 1, 4), (8, 1, 32), (8, 2, 32), (3, 2, 5)])
+def test_forward_only_is_a_pipeline_and_keeps_nothing(P, W, M):
+    found = evaluated(orders.forward_only(P, W, M))
+    assert found.peak_in_flight_max == 0
+    assert found.makespan <= 2 * W * M + 2 * W * (P - 1) + 2 * P * W
+
+
+@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaving_is_never_worse_than_gpipe_whatever_the_number_of_microbatches(P, v):
+    for M in range(1, 3 * P + 2):
+        looped = evaluated(orders.interleaved(P, v, M)).makespan
+        plain = evaluated(orders.gpipe(P, M), f=v, i=v, w=v).makespan
+        assert looped <= plain, M
+
+
+def test_h2_is_never_worse_than_h1():
+    for P in range(2, 9):
+        for M in range(1, 4 * P):
+            assert evaluated(orders.zb_h2(P, M)).makespan <= evaluated(orders.zb_h1(P, M)).makespan, (P, M)

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from wavetrain.schedule import Action, Actions, Kind, add_reduction, add_sharding, orders, verify
+from wavetrain.schedule import Action, Actions, Kind, add_communication, add_reduction, add_sharding, orders, verify
 from wavetrain.schedule.passes import _sharded
 
 
@@ -62,6 +62,13 @@ def test_gradients_are_reduced_once_after_the_last_weight_gradient():
             for action in reductions:
                 after = row[row.index(action) + 1 :]
                 assert not any(a.stage == action.stage and a.kind in (Kind.B, Kind.W) for a in after)
+
+
+def test_messages_are_placed_around_gathers_and_reductions():
+    order = orders.wave(3, 1, 4)
+    first = add_communication(add_reduction(add_sharding(order)))
+    verify(first)
+    assert sum(map(len, first.ranks)) == sum(map(len, add_sharding(add_reduction(add_communication(order))).ranks))
 
 
 def test_an_empty_rank_stays_empty():

@@ -72,7 +72,20 @@ def test_a_rejected_file_ends_with_5_and_the_culprit(run, tmp_path):
     assert "rank 0 position 1: 0B0 needs 1B0" in ran.err
     ran = run("schedule", "--verify", str(path), "--json")
     assert ran.code == 5
-    assert json.loads(ran.out)["valid"] is False
+    rejected = json.loads(ran.out)
+    assert rejected["valid"] is False
+    assert rejected["kind"] == "bad.csv"
+    assert rejected["makespan"] is None
+
+
+def test_a_forward_only_file_has_a_bound_below_it(run, tmp_path):
+    found = document(run, "--kind", "forward-only")
+    assert found["lower_bound"] <= found["makespan"]
+    path = tmp_path / "sharded.csv"
+    path.write_text("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0\n")
+    out = tmp_path / "out.csv"
+    assert document(run, "--verify", str(path), "--text", str(out))["valid"]
+    assert document(run, "--verify", str(out))["valid"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +110,8 @@ def test_a_rejected_file_ends_with_5_and_the_culprit(run, tmp_path):
         (["--memory-cap", "x"], "--memory-cap"),
         (["--kind", "derived", "--memory-cap", "0.5"], "too small"),
         (["--verify", "nowhere.csv"], "No such file"),
+        (["--verify", "examples/hanging.csv", "--ranks", "7"], "means nothing beside --verify"),
+        (["--f", "1e-99999999999"], "--f"),
         (["--svg", "nowhere/at/all.svg"], "can't be written"),
         (["--ranks", "64", "--microbatches", "256", "--svg", "x.svg"], "too many for a chart"),
     ],
@@ -111,7 +126,7 @@ def test_bad_requests_end_with_2(run, arguments, says):
 def test_a_fixed_schedule_over_the_cap_is_rejected(run):
     ran = run("schedule", "--kind", "gpipe", "--memory-cap", "2")
     assert ran.code == 5
-    assert "over the cap of 2" in ran.err
+    assert "over the cap of 2 microbatches" in ran.err
 
 
 def test_no_torch_is_imported():

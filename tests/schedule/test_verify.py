@@ -1,5 +1,6 @@
 """The verifier: it accepts every order of ours and of PyTorch's, and names the culprit in every broken one."""
 
+import random
 import sys
 from fractions import Fraction
 from itertools import combinations
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 import reference
 
+from wavetrain.base.errors import InputError
 from wavetrain.schedule import (
     SCHEDULES,
     Action,
@@ -108,12 +110,9 @@ def test_every_mutant_is_harmless_or_rejected_for_what_was_done(number):
         except ScheduleError as error:
             rejected += 1
             named = str(error)
-            stages = {f"stage {action.stage}" for action in touched}
-            assert any(str(action) in named for action in touched) or any(s in named for s in stages), (what, named)
+            assert any(str(action) in named for action in touched), (what, touched, named)
             continue
-        harmless_drop = what != "swap" and all(
-            a.kind in (Kind.REDUCE_GRAD, Kind.UNSHARD, Kind.RESHARD) for a in touched
-        )
+        harmless_drop = what != "swap" and all(a.kind in (Kind.UNSHARD, Kind.RESHARD) for a in touched)
         assert what == "swap" or harmless_drop, (what, touched)
         assert reference.runs_to_the_end(text, depth), (what, touched)
     assert rejected > 10
@@ -179,6 +178,20 @@ def test_a_circle_of_messages_says_at_which_capacity():
         ("0UNSHARD,0F0,0RESHARD,0B0\n", "0B0 uses a stage that is not gathered"),
         ("0F0,0REDUCE_GRAD,0B0\n", "0REDUCE_GRAD comes before 0B0"),
         ("0F0,0RESHARD,0B0\n", "frees a stage that is not gathered"),
+        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD,0REDUCE_GRAD\n", "0REDUCE_GRAD is there 2 times"),
+        ("0F0,0B0,0REDUCE_GRAD\n1F0,1B0\n", "1REDUCE_GRAD is missing"),
+        ("0F0,0B0,0RECOMPUTE0\n", "0B0 needs 0RECOMPUTE0"),
+        ("0F0,0RECOMPUTE0,0RECOMPUTE0,0B0\n", "0RECOMPUTE0 is there 2 times"),
+        ("0UNSHARD,0F0,0RESHARD,0RECOMPUTE0,0UNSHARD,0B0\n", "0RECOMPUTE0 uses a stage that is not gathered"),
+        ("0F0,0B0\n7UNSHARD\n", "7UNSHARD names stage 7, which nobody computes"),
+        ("5SEND_F0,0F0,0B0\n", "5SEND_F0 names stage 5"),
+        ("0SEND_F0\n1RECV_F0\n", "0SEND_F0 names stage 0"),
+        ("999999999F0\n", "stage 0 has no forward"),
+        ("0F999999999,0B999999999\n", "names microbatch 999999999"),
+        ("0F0,0B0\n1F0,1B0\n2F1,2B1\n", "0F1 is missing"),
+        ("0F0,0B0\n1F1,1B1\n", "0F1 is missing"),
+        ("2F0,3F1,4B1,0B0\n1F0,1B0,2B1\n", "stage 2 is on two ranks"),
+        ("0F1,0B1\n1F1,1B1\n", "microbatch 0 is nowhere"),
     ],
 )
 def test_reasons(text, says):
@@ -193,13 +206,37 @@ def test_both_ends_of_a_link_must_agree_on_the_order():
 
 def test_a_cap_on_memory():
     assert verify(orders.one_f_one_b(4, 8), cap=Fraction(4)).peak_in_flight == (4, 3, 2, 1)
-    with pytest.raises(ScheduleError, match="rank 0 holds 4 microbatches"):
+    with pytest.raises(ScheduleError) as caught:
         verify(orders.one_f_one_b(4, 8), cap=Fraction(7, 2))
+    assert "rank 0 position 3: 0F3 takes it over the cap of 7/2" in str(caught.value)
+    assert ">0F3<" in str(caught.value)
 
 
 def test_a_number_of_microbatches_can_be_asked_for():
     with pytest.raises(ScheduleError, match="0F2 is missing"):
         verify(orders.gpipe(2, 2), microbatches=3)
+    partial = Actions(tuple(tuple(a for a in row if a.microbatch != 7) for row in orders.chimera(4, 8).ranks))
+    with pytest.raises(ScheduleError, match="microbatch 7 is nowhere"):
+        verify(partial, microbatches=8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_foreign_files_never_end_in_a_traceback(seed):
+    """Letters and numbers of valid files changed at random: proven, rejected or refused, nothing else."""
+    rng = random.Random(seed)
+    texts = [write_text(schedule) for schedule in SMALL]
+    messages = []
+    for _ in range(800):
+        text = list(rng.choice(texts))
+        for _ in range(rng.randint(1, 4)):
+            spot = rng.randrange(len(text))
+            text[spot] = rng.choice("0123456789FBIW,\n") if rng.random() < 0.8 else ""
+        try:
+            verify(parse_text("".join(text), file="s.csv"))
+        except (ScheduleError, InputError) as error:
+            messages.append(str(error))
+    assert len(messages) > 200
+    assert all(messages)
 
 
 def test_recomputation_stands_between_forward_and_backward():

@@ -74,6 +74,11 @@ class Actions:
     def num_ranks(self) -> int:
         return len(self.ranks)
 
+    @property
+    def size(self) -> int:
+        """How many actions there are."""
+        return sum(map(len, self.ranks))
+
     def compute(self) -> Iterator[tuple[int, Action]]:
         """Every compute action with its rank."""
         for rank, actions in enumerate(self.ranks):
@@ -98,20 +103,18 @@ class Actions:
     def placement(self) -> Placement:
         """Where each stage is computed, as far as the actions show it (the verifier says when they contradict).
 
-        Two neighbouring stages with no microbatch in common belong to different copies of the model.
+        If the first half of the stages has no microbatch in common with the second, they are two copies of the model.
         """
         ranks: dict[int, int] = {}
         for rank, action in self.compute():
             ranks.setdefault(action.stage, rank)
         num_stages = max(ranks, default=-1) + 1
-        batches = self.microbatches
-        none: frozenset[int] = frozenset()
-        cuts = [
-            stage
-            for stage in range(1, num_stages)
-            if batches.get(stage) and batches.get(stage - 1) and not batches[stage] & batches.get(stage - 1, none)
-        ]
-        return Placement(tuple(ranks.get(stage, -1) for stage in range(num_stages)), chains=len(cuts) + 1)
+        half = num_stages // 2
+        halves: tuple[set[int], set[int]] = (set(), set())
+        for stage, numbers in self.microbatches.items():
+            halves[stage >= half].update(numbers)
+        apart = num_stages % 2 == 0 and half >= 2 and all(halves) and not halves[0] & halves[1]
+        return Placement(tuple(ranks.get(stage, -1) for stage in range(num_stages)), chains=2 if apart else 1)
 
     @property
     def is_split(self) -> bool:

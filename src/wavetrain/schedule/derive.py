@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.schedule.action import Action, Actions, Kind
 from wavetrain.schedule.bound import lower_bound
-from wavetrain.schedule.evaluate import Costs, Stuck, Time, evaluate
+from wavetrain.schedule.evaluate import Costs, Stuck, Time, evaluate, peak_in_flight
 from wavetrain.schedule.improve import improve
 from wavetrain.schedule.listing import Priority, list_schedule
 from wavetrain.schedule.placement import Placement
 from wavetrain.schedule.schedules import fixed_orders
 
 EFFORT = 12_000_000  # evaluated actions, a few seconds
-MOST_WINDOWS = 20
+MOST_LISTED = 50_000  # forwards in all list schedules of one rule; with more, only two windows are tried
 ROUNDS = ((0.3, 12), (0.3, 4), (0.4, 2))  # share of the effort, and how many of the best orders so far it goes to
 
 
@@ -31,7 +32,7 @@ class Derived:
 
     @property
     def gap(self) -> float:
-        return float(self.makespan / self.lower_bound - 1) if self.lower_bound else 0.0
+        return max(0.0, float(self.makespan / self.lower_bound - 1)) if self.lower_bound else 0.0
 
 
 def derive(
@@ -45,10 +46,11 @@ def derive(
 ) -> Derived:
     """Find an order. `cap` bounds the activations each rank holds, in microbatches; None is no bound."""
     caps = slots(placement, microbatches, cap)
+    costs, scale = _whole(costs)
     bound = lower_bound(placement, microbatches, costs, split=split)
     fixed = {name: _in_form(order, split) for name, order in fixed_orders(placement, microbatches, costs)}
     fixed = {name: order for name, order in fixed.items() if order.is_split == split or microbatches == 0}
-    starts = {name: order for name, order in fixed.items() if _fits(order, caps)}
+    starts = {name: order for name, order in fixed.items() if _fits(order, placement, caps)}
     starts |= dict(_lists(placement, microbatches, costs, split, caps, fixed))
     timed = sorted(((evaluate(order, costs).makespan, name, order) for name, order in starts.items()), key=_length)
     for share, kept in ROUNDS:
@@ -56,10 +58,30 @@ def derive(
         if timed[0][0] <= bound:
             break
         room = int(effort * share / len(timed))
+        if room < timed[0][2].size:
+            break
         better = [(name, improve(order, costs, caps=caps, effort=room, goal=bound)) for _, name, order in timed]
         timed = sorted(((evaluate(order, costs).makespan, name, order) for name, order in better), key=_length)
     best, name, actions = timed[0]
-    return Derived(actions, best, bound, name)
+    return Derived(actions, _scaled(best, scale), _scaled(bound, scale), name)
+
+
+def _whole(costs: Costs) -> tuple[Costs, int]:
+    """Exact times as whole numbers, which are much faster than fractions, and what they were multiplied by."""
+    times = [*costs.f, *costs.i, *costs.w, costs.transfer, *(time for _, _, time in costs.links)]
+    if any(isinstance(time, float) for time in times):
+        return costs, 1
+    scale = lcm(*(Fraction(time).denominator for time in times))
+    rows = [tuple(int(time * scale) for time in row) for row in (costs.f, costs.i, costs.w)]
+    links = tuple((a, b, int(time * scale)) for a, b, time in costs.links)
+    return Costs(rows[0], rows[1], rows[2], int(costs.transfer * scale), links), scale
+
+
+def _scaled(time: Time, scale: int) -> Time:
+    if scale == 1 or isinstance(time, float):
+        return time
+    exact = Fraction(time) / scale
+    return int(exact) if exact.denominator == 1 else exact
 
 
 def _length(item: tuple[Time, str, Actions]) -> tuple[Time, str]:
@@ -96,15 +118,9 @@ def as_split(order: Actions) -> Actions:
     return Actions(tuple(rows))
 
 
-def _fits(order: Actions, caps: tuple[int, ...]) -> bool:
-    for row, cap in zip(order.ranks, caps, strict=True):
-        live = 0
-        for action in row:
-            live += action.kind is Kind.F
-            if live > cap:
-                return False
-            live -= action.kind in (Kind.B, Kind.W)
-    return True
+def _fits(order: Actions, placement: Placement, caps: tuple[int, ...]) -> bool:
+    peaks = enumerate(peak_in_flight(order))
+    return all(peak * placement.chunks(rank) <= caps[rank] for rank, peak in peaks)
 
 
 def _lists(
@@ -123,9 +139,11 @@ def _lists(
         except Stuck:
             continue
     ranks = placement.num_ranks
-    windows = sorted({None, *range(2, min(microbatches, 2 * ranks) + 1)}, key=lambda window: window or 0)
+    windows: list[int | None] = [None, *range(2, min(microbatches, 2 * ranks) + 1)]
+    if len(windows) * placement.num_stages * microbatches > MOST_LISTED:
+        windows = [None, ranks]
     for name, rule in rules.items():
-        for window in windows if len(windows) <= MOST_WINDOWS else (None, ranks):
+        for window in windows:
             order = list_schedule(placement, microbatches, costs, priority=rule, caps=caps, split=split, window=window)
             yield f"{name}, window {window}" if window else name, order
 

@@ -95,7 +95,7 @@ class Stuck(Exception):  # noqa: N818 - a state, which the verifier turns into a
 
 
 def needed(placement: Placement, action: Action) -> tuple[Action, ...]:
-    """The actions whose results an action uses; of a backward ahead, either form counts (see `alternatives`)."""
+    """The actions whose results an action uses; I stands for either form of the backward ahead."""
     stage, kind, m = action
     if kind is Kind.F:
         return () if placement.is_first(stage) else (Action(stage - 1, Kind.F, m),)

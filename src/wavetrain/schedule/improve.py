@@ -1,7 +1,7 @@
 """Improving an order by tabu search over swaps on the critical path, as for job shops (Nowicki and Smutnicki 1996).
 
-Two neighbours in a rank's row may trade places only where both lie on a critical path: no other swap shortens anything,
-and such a swap never makes a cycle. The memory cap is a property of each row alone, so it is checked there.
+Two neighbours in a rank's row may trade places only where both lie on a critical path: no other swap shortens anything.
+The memory cap is a property of each row alone, so it is checked there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from wavetrain.schedule.placement import Placement
 
 TENURE = (8, 16)  # steps for which a swap may not be taken back
 PATIENCE = 150  # steps without progress before going back to the best
+MOST_SWAPS = 60  # tried in one step; of more, a sample
 SHAKE = (2, 10)  # random swaps before the next try
 SEED = 20231112  # the same input gives the same order
 
@@ -37,8 +38,11 @@ def improve(actions: Actions, costs: Costs, *, caps: tuple[int, ...], effort: in
         shop.run()
         for _ in range(rng.randint(*SHAKE)):
             swaps = shop.critical_swaps()
-            if swaps:
-                shop.swap(*rng.choice(swaps))
+            shaken = rng.choice(swaps) if swaps else None
+            if shaken:
+                shop.swap(*shaken)
+            if shaken and shop.run() is None:  # only where something takes no time
+                shop.swap(*shaken)
                 shop.run()
     return shop.as_actions(best_rows)
 
@@ -53,7 +57,9 @@ def _search(shop: _Shop, rng: random.Random, effort: int, goal: Time) -> tuple[T
         step += 1
         since += 1
         chosen: tuple[Time, float, int, int] | None = None
-        for rank, at in shop.critical_swaps():
+        swaps = shop.critical_swaps()
+        most = max(1, min(MOST_SWAPS, (effort - spent) // shop.size))
+        for rank, at in swaps if len(swaps) <= most else rng.sample(swaps, most):
             u, v = shop.rows[rank][at], shop.rows[rank][at + 1]
             shop.swap(rank, at)
             length = shop.run()
@@ -98,7 +104,6 @@ class _Shop:
             self.own.append(own)
         self.start: list[Time] = [0] * self.size
         self.end: list[Time | None] = [None] * self.size
-        self.waiters: list[int] = [-1] * self.size
 
     def as_actions(self, rows: list[list[int]]) -> Actions:
         return Actions(tuple(tuple(self.actions[i] for i in row) for row in rows))

@@ -20,10 +20,9 @@ def gpipe(ranks: int, microbatches: int) -> Actions:
     return _rows([Action(rank, kind, m) for kind in kinds for m in range(microbatches)] for rank in range(ranks))
 
 
-def forward_only(placement: Placement, microbatches: int) -> Actions:
-    """Evaluation: forwards in the order in which they can arrive."""
-    rows = ([Action(stage, Kind.F, m) for m in range(microbatches) for stage in stages] for stages in placement.local)
-    return _rows(rows)
+def forward_only(ranks: int, waves: int, microbatches: int) -> Actions:
+    """Evaluation: the forwards of a wave."""
+    return _rows([action for action in row if action.kind is Kind.F] for row in wave(ranks, waves, microbatches).ranks)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Actions:
@@ -38,8 +37,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Actions:
         forwards = _looped(rank, ranks, chunks, microbatches, Kind.F)
         backwards = _looped(rank, ranks, chunks, microbatches, Kind.B)
         units = _units(ranks, microbatches)
-        # Two forwards between neighbours keep them busy, but a lap of short units returns too soon for that.
-        steps = 2 if chunks > 1 and ranks - 1 <= min(units) else 1
+        steps = 1 if chunks == 1 else 2  # forwards between neighbours: a chunk's results return a lap later
         warm = min(len(forwards), (chunks - 1) * max(units) + steps * (ranks - 1 - rank))
         yield from forwards[:warm]
         for forward, backward in zip(forwards[warm:], backwards, strict=False):
@@ -83,8 +81,11 @@ def zb_h1(ranks: int, microbatches: int) -> Actions:
 
 
 def zb_h2(ranks: int, microbatches: int) -> Actions:
-    """Zero-bubble H2 (Qi et al. 2023): twice the warm-up, no idle time between a rank's first and last action."""
-    return _deferred(ranks, 1, microbatches, steps=2)
+    """Zero-bubble H2 (Qi et al. 2023): twice the warm-up, no idle time between a rank's first and last action.
+
+    It takes 2P - 1 microbatches to warm up so; with fewer it is H1.
+    """
+    return _deferred(ranks, 1, microbatches, steps=2 if microbatches >= 2 * ranks - 1 else 1)
 
 
 # --- the keys and sequences behind them ---
@@ -108,10 +109,9 @@ def _by_slot(placement: Placement, microbatches: int, *, unit: int) -> Actions:
         for stage in stages:
             chain, inner = divmod(stage, depth)
             for index, m in enumerate(range(chain, microbatches, chains)):
-                number, position = divmod(index, unit)
-                start = number * depth + 2 * position
-                keyed.append((start + inner, 0, Action(stage, Kind.F, m)))
-                keyed.append((start + 2 * (depth - 1) - inner, 1, Action(stage, Kind.B, m)))
+                for tie, kind in enumerate((Kind.F, Kind.B)):
+                    slot = wave_slot(inner, kind, index, depth=depth, unit=unit)
+                    keyed.append((slot, tie, Action(stage, kind, m)))
         keyed.sort(key=lambda item: item[:2])  # on a tie forward first, then as listed
         return [action for _, _, action in keyed]
 
@@ -130,8 +130,11 @@ def _looped(rank: int, ranks: int, chunks: int, microbatches: int, kind: Kind) -
 
 
 def _units(ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Microbatches in units of `ranks`; where they do not come out even, in units as equal as can be."""
-    count = -(-microbatches // ranks)
+    """Microbatches in units of `ranks`; where they do not come out even, in fewer and larger ones.
+
+    Smaller ones would return from a lap before the ranks are ready for them, and could wait in a circle.
+    """
+    count = max(1, microbatches // ranks)
     size, longer = divmod(microbatches, count)
     return (size + 1,) * longer + (size,) * (count - longer)
 

@@ -24,24 +24,39 @@ def add_communication(actions: Actions, costs: Costs | None = None) -> Actions:
     costs = costs or Costs.uniform(placement.num_stages)
     with uncollected():
         starts = evaluate(actions, costs).starts
-        events: list[tuple[Time, bool, int, Action]] = []  # (when, whether something starts then, rank, action)
-        for rank, (row, times) in enumerate(zip(actions.ranks, starts, strict=True)):
-            events += ((start, True, rank, action) for action, start in zip(row, times, strict=True))
+        groups = [_with_what_precedes(row) for row in actions.ranks]
+        events: list[tuple[Time, bool, int, tuple[Action, ...]]] = []  # (when, whether it starts then, rank, actions)
+        for rank, (row, times) in enumerate(zip(groups, starts, strict=True)):
+            events += ((start, True, rank, group) for group, start in zip(row, times, strict=False))
             events += (
-                (start + costs.by_kind[action.kind][action.stage], False, rank, action)
-                for action, start in zip(row, times, strict=True)
-                if receiver(placement, action) is not None
+                (start + costs.by_kind[group[-1].kind][group[-1].stage], False, rank, group)
+                for group, start in zip(row, times, strict=False)
+                if receiver(placement, group[-1]) is not None
             )
         events.sort(key=itemgetter(0, 1))  # what arrives at an instant comes before what starts then
         rows: list[list[Action]] = [[] for _ in actions.ranks]
-        for _, starting, rank, action in events:
+        for _, starting, rank, group in events:
             if starting:
-                rows[rank].append(action)
+                rows[rank] += group
                 continue
-            send, receive = message(action)
+            send, receive = message(group[-1])
             rows[rank].append(send)
             rows[placement.ranks[receive.stage]].append(receive)
+        for rank, (row, times) in enumerate(zip(groups, starts, strict=True)):
+            rows[rank] += (action for group in row[len(times) :] for action in group)
     return Actions(tuple(map(tuple, rows)))
+
+
+def _with_what_precedes(row: Sequence[Action]) -> list[tuple[Action, ...]]:
+    """Each timed action with the untimed ones (gathers, reductions) since the last; what is left stands at the end."""
+    groups: list[tuple[Action, ...]] = []
+    waiting: list[Action] = []
+    for action in row:
+        waiting.append(action)
+        if action.kind in COMPUTE or action.kind is Kind.RECOMPUTE:
+            groups.append(tuple(waiting))
+            waiting = []
+    return [*groups, tuple(waiting)] if waiting else groups
 
 
 def receiver(placement: Placement, action: Action) -> int | None:

@@ -26,7 +26,7 @@ def is_proven(actions: Actions, microbatches: int | None) -> bool:
     if (microbatches or count) != count or count == 0:
         return False
     ranks = np.array(placement.ranks)
-    if not (ranks[table.stage] == table.rank).all():
+    if (table.stage >= placement.num_stages).any() or not (ranks[table.stage] == table.rank).all():
         return False
     at = {kind: table.positions(kind, placement.num_stages, count) for kind in PLAIN}
     known = {kind: found for kind, found in at.items() if found is not None}

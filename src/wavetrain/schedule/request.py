@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from wavetrain.base.errors import InputError, Problem, nearest
-from wavetrain.schedule.action import Actions
-from wavetrain.schedule.bound import lower_bound
+from wavetrain.schedule.action import Actions, Kind
+from wavetrain.schedule.bound import bound_for
 from wavetrain.schedule.derive import derive
 from wavetrain.schedule.evaluate import Costs, Evaluation, Time, evaluate
 from wavetrain.schedule.placement import Placement, linear, loop, snake
@@ -20,7 +20,6 @@ KINDS = (*SCHEDULES, DERIVED)
 MOST_RANKS = 65_536
 MOST_ACTIONS = 4_000_000
 MOST_DERIVED = 100_000
-MOST_TIME = Fraction(10**12)
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,17 @@ def answer(request: Request) -> Answer:
         actions = derive(placement, request.microbatches, costs, split=split, cap=request.cap).actions
     else:
         actions = SCHEDULES[request.kind].order(_shape(request, costs))
-    return prove(actions, request.times, cap=request.cap, split=split)
+    return prove(actions, request.times, cap=request.cap, microbatches=request.microbatches)
 
 
-def prove(actions: Actions, times: Times, *, cap: Fraction | None = None, split: bool | None = None) -> Answer:
+def prove(actions: Actions, times: Times, *, cap: Fraction | None = None, microbatches: int | None = None) -> Answer:
     """Prove and evaluate any schedule, also one that somebody else wrote."""
-    proof = verify(actions, cap=cap)
+    proof = verify(actions, cap=cap, microbatches=microbatches)
     placement = actions.placement
     costs = times.costs(placement.num_stages)
-    parted = actions.is_split if split is None else split
-    bound = lower_bound(placement, actions.num_microbatches, costs, split=parted)
+    own = {stage: len(numbers) for stage, numbers in actions.microbatches.items()}
+    backward = any(action.kind is not Kind.F for _, action in actions.compute())
+    bound = bound_for(placement, own, costs, split=actions.is_split, backward=backward)
     return Answer(actions, proof, costs, evaluate(actions, costs), bound)
 
 

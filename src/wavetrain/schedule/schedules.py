@@ -67,9 +67,7 @@ SCHEDULES: dict[str, Schedule] = {
         lambda s: orders.interleaved_zb(s.ranks, s.chunks, s.microbatches), _loop, split=True, chunked=True
     ),
     "wave-zb": Schedule(lambda s: wave_zb(s.ranks, s.waves, s.microbatches, s.costs), _snake, split=True, waved=True),
-    "forward-only": Schedule(
-        lambda s: orders.forward_only(snake(s.ranks, s.waves), s.microbatches), _snake, waved=True
-    ),
+    "forward-only": Schedule(lambda s: orders.forward_only(s.ranks, s.waves, s.microbatches), _snake, waved=True),
 }
 
 

@@ -23,7 +23,8 @@ def write_text(actions: Actions) -> str:
 def parse_text(text: str, *, file: str) -> Actions:
     """The schedule that a text states; all that is wrong with it, at once, otherwise."""
     problems: list[Problem] = []
-    rows = [tuple(_row(line, f"{file}:{number}", problems)) for number, line in enumerate(text.splitlines(), 1)]
+    lines = text.rstrip().splitlines()
+    rows = [tuple(_row(line, f"{file}:{number}", problems)) for number, line in enumerate(lines, 1)]
     if not any(rows) and not problems:
         problems.append(Problem(where=file, rule="has no actions; one line per rank, like 0F0,0F1,0B0,0B1"))
     if problems:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 from wavetrain.base.errors import WavetrainError
 from wavetrain.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Actions, Kind
@@ -21,6 +22,7 @@ from wavetrain.schedule.prove import PLAIN, is_proven
 from wavetrain.schedule.table import uncollected
 
 MOST_REASONS = 20
+SLACK = 64  # a gap this wide is still listed stage by stage
 Place = tuple[int, int]  # rank, position in its row
 
 
@@ -50,27 +52,57 @@ class Proof:
 
 def verify(actions: Actions, *, cap: Fraction | None = None, microbatches: int | None = None) -> Proof:
     """Prove a schedule or raise a ScheduleError. Where it has no communication, the pass that adds it is proven too."""
+    _check_numbers(actions)
     with uncollected():
         complete = actions if actions.has_communication else _with_communication(actions)
         others = any(action.kind not in PLAIN for row in actions.ranks for action in row)
         if others or not is_proven(complete, microbatches):
             _find_reason(actions, microbatches)
-    actions = complete
     peaks = peak_in_flight(actions)
-    over = [rank for rank, peak in enumerate(peaks) if cap is not None and peak > cap]
-    if over:
-        reason = f"rank {over[0]} holds {peaks[over[0]]} microbatches of activations at once, over the cap of {cap}"
-        raise ScheduleError([reason], actions, [])
+    if cap is not None and max(peaks) > cap:
+        raise _over_cap(actions, peaks, cap)
     num_compute = sum(action.kind in COMPUTE for row in actions.ranks for action in row)
-    num_messages = sum(action.kind in SENDS for row in actions.ranks for action in row)
+    num_messages = sum(action.kind in SENDS for row in complete.ranks for action in row)
     return Proof(num_compute, num_messages, peaks)
+
+
+def _check_numbers(actions: Actions) -> None:
+    """Numbers far beyond what is there are refused before anything of their size is built."""
+    computed = {action.stage for _, action in actions.compute()}
+    highest = max(computed, default=-1)
+    forwards = sum(action.kind is Kind.F for _, action in actions.compute())
+    most_stage = highest if highest <= 2 * len(computed) + SLACK else len(computed) - 1
+    most_microbatch = 2 * forwards + SLACK
+    for rank, row in enumerate(actions.ranks):
+        for at, (stage, _, m) in enumerate(row):
+            if stage <= most_stage and (m or 0) <= most_microbatch:
+                continue
+            where = f"rank {rank} position {at}: {row[at]} names"
+            if stage > highest:
+                reason = f"{where} stage {stage}, which nobody computes"
+            elif stage > most_stage:
+                missing = next(number for number in range(len(computed) + 1) if number not in computed)
+                reason = f"{where} stage {stage}, but stage {missing} has no forward"
+            else:
+                reason = f"{where} microbatch {m}, but there are only {forwards} forwards"
+            raise ScheduleError([reason], actions, [(rank, at)])
+
+
+def _over_cap(actions: Actions, peaks: tuple[Fraction, ...], cap: Fraction) -> ScheduleError:
+    """The forward with which a rank first holds too much."""
+    rank = next(rank for rank, peak in enumerate(peaks) if peak > cap)
+    row, chunks = actions.ranks[rank], actions.placement.chunks(rank)
+    changes = [(a.kind is Kind.F) - (a.kind in (Kind.B, Kind.W)) for a in row]
+    at = next(at for at, live in enumerate(accumulate(changes)) if live > cap * chunks)
+    reason = f"rank {rank} position {at}: {row[at]} takes it over the cap of {cap} microbatches of activations"
+    return ScheduleError([f"{reason}; it holds {peaks[rank]} at most"], actions, [(rank, at)])
 
 
 def _with_communication(actions: Actions) -> Actions:
     """The schedule with messages placed, or as it is where it gets stuck: the reason is found later."""
     try:
         return add_communication(_bare(actions))
-    except (Stuck, KeyError, IndexError, ValueError):  # incomplete in some way
+    except (Stuck, IndexError):  # incomplete in some way
         return actions
 
 
@@ -78,7 +110,9 @@ def _find_reason(actions: Actions, microbatches: int | None) -> None:
     """Raise what is wrong with a schedule; return if nothing is (it may have kinds the fast proof leaves out)."""
     checker = _Checker(actions)
     checker.check_stages()
+    checker.raise_reasons()
     checker.check_complete(microbatches)
+    checker.raise_reasons()
     checker.check_local_order()
     checker.raise_reasons()
     if not actions.has_communication:
@@ -139,21 +173,25 @@ class _Checker:
         computed = self.actions.microbatches
         missing = [stage for stage in range(self.placement.num_stages) if stage not in computed]
         for stage in missing:
-            self.blame(f"stage {stage} has no forward")
+            others = [m for (other, _, m) in self.places if other == stage and m is not None]
+            self.blame(f"{stage}F{min(others, default=0)} is missing: stage {stage} has no forward")
 
     def check_complete(self, microbatches: int | None) -> None:
         """Each stage and microbatch exactly once per kind."""
         depth, batches = self.placement.depth, self.actions.microbatches
         backward = any(action.kind in (Kind.B, Kind.I, Kind.W) for action in self.places)
-        for chain in range(self.placement.chains):
-            stages = range(chain * depth, (chain + 1) * depth)
-            expected = set(range(microbatches)) if microbatches and self.placement.chains == 1 else set()
-            expected |= {m for stage in stages for m in batches.get(stage, ())}
-            if self.placement.chains == 1:
-                expected |= set(range(max(expected, default=-1) + 1))
+        numbers = {action.microbatch for action in self.places if action.microbatch is not None}
+        everywhere: set[int] = set()
+        for first in range(0, self.placement.num_stages, depth):
+            stages = range(first, first + depth)
+            expected = {m for stage in stages for m in batches.get(stage, ())}
+            expected = numbers if self.placement.chains == 1 else expected
+            everywhere |= expected
             for stage in stages:
                 for m in sorted(expected):
                     self._check_once(stage, m, backward)
+        for m in sorted(set(range(max(microbatches or 0, max(everywhere, default=-1) + 1))) - everywhere):
+            self.blame(f"0F{m} is missing: microbatch {m} is nowhere")
 
     def _check_once(self, stage: int, m: int, backward: bool) -> None:
         halves = [Action(stage, kind, m) for kind in (Kind.I, Kind.W)]
@@ -178,6 +216,11 @@ class _Checker:
         for rank, row in enumerate(self.actions.ranks):
             at = {action: position for position, action in reversed(list(enumerate(row)))}
             for position, action in enumerate(row):
+                again = action._replace(kind=Kind.RECOMPUTE)
+                if action.kind is Kind.RECOMPUTE and len(self.places[action]) > 1:
+                    self.blame(f"{action} is there {len(self.places[action])} times", *self.places[action][:2])
+                if action.kind in (Kind.B, Kind.I) and at.get(again, -1) > position:
+                    self._blame_order(rank, position, action, again, at[again])
                 if action.kind in COMPUTE or action.kind is Kind.RECOMPUTE:
                     for need in _local_needs(placement, action, rank):
                         place = self._found(need, at)
@@ -198,9 +241,9 @@ class _Checker:
         self.blame(f"rank {rank} position {position}: {action} needs {need}, which {later}", *spots)
 
     def _check_sharding(self, rank: int, row: tuple[Action, ...]) -> None:
+        self._check_reduction(rank, row)
         sharded = {action.stage for action in row if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
         gathered: set[int] = set()
-        last = {action.stage: at for at, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
         for at, (stage, kind, _) in enumerate(row):
             here = f"rank {rank} position {at}: {row[at]}"
             if kind is Kind.UNSHARD:
@@ -209,11 +252,23 @@ class _Checker:
                 if stage not in gathered:
                     self.blame(f"{here} frees a stage that is not gathered", (rank, at))
                 gathered.discard(stage)
-            elif kind is Kind.REDUCE_GRAD and last.get(stage, -1) > at:
-                later = row[last[stage]]
-                self.blame(f"{here} comes before {later} (position {last[stage]})", (rank, at), (rank, last[stage]))
-            elif kind in COMPUTE and stage in sharded and stage not in gathered:
+            elif (kind in COMPUTE or kind is Kind.RECOMPUTE) and stage in sharded and stage not in gathered:
                 self.blame(f"{here} uses a stage that is not gathered: {stage}UNSHARD is missing before it", (rank, at))
+
+    def _check_reduction(self, rank: int, row: tuple[Action, ...]) -> None:
+        """If gradients are reduced, then each stage's once, after its last weight gradient."""
+        last = {action.stage: at for at, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+        if not any(action.kind is Kind.REDUCE_GRAD for action in self.places):
+            return
+        for stage, at in last.items():
+            reduction = Action(stage, Kind.REDUCE_GRAD)
+            found = [position for position, action in enumerate(row) if action == reduction]
+            if len(found) != 1:
+                number = f"is there {len(found)} times" if found else "is missing"
+                self.blame(f"{reduction} {number}: rank {rank} must reduce stage {stage} once", (rank, at))
+            elif found[0] < at:
+                here = f"rank {rank} position {found[0]}: {reduction}"
+                self.blame(f"{here} comes before {row[at]} (position {at})", (rank, found[0]), (rank, at))
 
     def check_messages(self) -> None:
         """Every result that another rank needs is sent once and received once, after it is there and before its use."""
@@ -304,7 +359,7 @@ def _peer(placement: Placement, action: Action) -> int:
 
 def _counterpart(send: Action) -> Action:
     stage, kind, m = send
-    return Action(stage + 1, Kind.RECV_F, m) if kind is Kind.SEND_F else Action(stage - 1, Kind.RECV_B, m)
+    return message(Action(stage, Kind.F if kind is Kind.SEND_F else Kind.B, m))[1]
 
 
 # --- waiting in a circle ---

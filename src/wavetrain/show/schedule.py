@@ -33,7 +33,7 @@ def schedule_document(name: str, answer: Answer) -> Json:
         "placement": list(actions.placement.ranks),
         "makespan": float(evaluation.makespan),
         "lower_bound": float(answer.lower_bound),
-        "gap": float(evaluation.makespan / answer.lower_bound - 1) if answer.lower_bound else 0.0,
+        "gap": max(0.0, float(evaluation.makespan / answer.lower_bound - 1)) if answer.lower_bound else 0.0,
         "bubble_fraction": float(bubble),
         "bubble_exact": str(Fraction(bubble)) if not isinstance(bubble, float) else None,
         "bubble": [float(idle) for idle in evaluation.bubble_by_rank],
@@ -44,6 +44,12 @@ def schedule_document(name: str, answer: Answer) -> Json:
         "num_actions": answer.proof.num_compute,
         "deadlock_free_at_capacity": list(answer.proof.capacities),
     }
+
+
+def rejection_document(name: str, reasons: tuple[str, ...]) -> Json:
+    """The same keys for a schedule that must not run, without its numbers."""
+    numbers = ("makespan", "lower_bound", "bubble_fraction", "peak_in_flight_max", "peak_in_flight", "messages")
+    return {"schema": SCHEMA, "kind": name, "valid": False, "reasons": list(reasons), **dict.fromkeys(numbers)}
 
 
 def schedule_card(name: str, answer: Answer, *, width: int) -> RenderableType:
