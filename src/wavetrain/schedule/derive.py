@@ -1,4 +1,4 @@
-"""The best order we can find for given stages, durations, transfers and memory: fixed schedules, lists, improvement."""
+"""The best order we find for given stages, times and memory: fixed schedules, lists, repeating orders, improvement."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wavetrain.schedule.bound import lower_bound
 from wavetrain.schedule.evaluate import Costs, Stuck, Time, evaluate, peak_in_flight
 from wavetrain.schedule.improve import improve
 from wavetrain.schedule.listing import Priority, list_schedule
+from wavetrain.schedule.periodic import periodic
 from wavetrain.schedule.placement import Placement
 from wavetrain.schedule.schedules import fixed_orders
 
@@ -52,6 +53,9 @@ def derive(
     fixed = {name: order for name, order in fixed.items() if order.is_split == split or microbatches == 0}
     starts = {name: order for name, order in fixed.items() if _fits(order, placement, caps)}
     starts |= dict(_lists(placement, microbatches, costs, split, caps, fixed))
+    repeating = periodic(placement, microbatches, costs, caps=caps, split=split)
+    if repeating is not None:
+        starts["periodic"] = repeating
     timed = sorted(((evaluate(order, costs).makespan, name, order) for name, order in starts.items()), key=_length)
     for share, kept in ROUNDS:
         timed = timed[:kept]
