@@ -54,54 +54,31 @@ def read_config(node: Node) -> Architecture:
 
 def _gpt2(c: Fields) -> Architecture:
     _refuse(c, "add_cross_attention", True)
-    hidden, heads, head_dim = _widths(c, hidden=("n_embd", "hidden_size"), heads=("n_head", "num_attention_heads"))
-    positions = _either(c, "n_positions", "max_position_embeddings")
-    seq_len = c.whole(positions, most=MOST_SEQ_LEN, default=1024)
-    return Architecture(
-        family="gpt2",
-        layers=_uniform(c, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        ffn=c.whole("n_inner", most=MOST_FFN, default=4 * hidden),
-        vocab=_vocab(c),
+    names = {"hidden": ("n_embd", "hidden_size"), "heads": ("n_head", "num_attention_heads")}
+    common = _classic(c, "gpt2", **names, layers=("n_layer", "num_hidden_layers"))
+    seq_len = c.whole(_either(c, "n_positions", "max_position_embeddings"), most=MOST_SEQ_LEN, default=1024)
+    return replace(
+        common,
+        ffn=c.whole("n_inner", most=MOST_FFN, default=common.ffn),
         seq_len=seq_len,
         positions="learned",
         position_rows=seq_len,
-        norm="layernorm",
-        norm_bias=True,
-        mlp="plain",
         activation=_activation(c, "activation_function", "gelu_new"),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied=_tied(c, True),
         dropout=_rate(c, "resid_pdrop", 0.1),
         attention_dropout=_rate(c, "attn_pdrop", 0.1),
     )
 
 
 def _gpt_neox(c: Fields) -> Architecture:
-    hidden, heads, head_dim = _widths(c)
     bias = c.flag("attention_bias", default=True)
-    return Architecture(
-        family="gpt_neox",
-        layers=_uniform(c, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
+    return replace(
+        _classic(c, "gpt_neox"),
         ffn=c.whole("intermediate_size", most=MOST_FFN),
-        vocab=_vocab(c),
         seq_len=_seq_len(c, 2048),
-        norm="layernorm",
-        norm_bias=True,
-        mlp="plain",
+        positions="rotary",
         activation=_activation(c, "hidden_act", "gelu"),
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=True,
         tied=_tied(c, False),
         dropout=_rate(c, "hidden_dropout", 0.0),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
@@ -111,86 +88,52 @@ def _gpt_neox(c: Fields) -> Architecture:
 
 def _opt(c: Fields) -> Architecture:
     _refuse(c, "layer_norm_elementwise_affine", False)
-    hidden, heads, head_dim = _widths(c)
+    common = _classic(c, "opt")
     seq_len = _seq_len(c, 2048)
     before = c.flag("do_layer_norm_before", default=True)
-    width = c.whole("word_embed_proj_dim", most=MOST_HIDDEN, default=hidden)
+    width = c.whole("word_embed_proj_dim", most=MOST_HIDDEN, default=common.hidden)
     bias = c.flag("enable_bias", default=True)
-    return Architecture(
-        family="opt",
-        layers=_uniform(c, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
+    return replace(
+        common,
         ffn=c.whole("ffn_dim", most=MOST_FFN),
-        vocab=_vocab(c),
         seq_len=seq_len,
         positions="learned",
         position_rows=seq_len + 2,  # the table starts two rows in
-        embedding_width=0 if width == hidden else width,
-        norm="layernorm",
-        norm_bias=True,
+        embedding_width=0 if width == common.hidden else width,
         norm_place="before" if before else "after",
         final_norm=before and not c.flag("_remove_final_layer_norm", default=False),
-        mlp="plain",
         activation=_activation(c, "activation_function", "relu"),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
-        tied=_tied(c, True),
         dropout=_rate(c, "dropout", 0.1),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
     )
 
 
 def _bloom(c: Fields) -> Architecture:
-    hidden, heads, head_dim = _widths(c, hidden=("hidden_size", "n_embed"), heads=("n_head", "num_attention_heads"))
-    return Architecture(
-        family="bloom",
-        layers=_uniform(c, "n_layer", "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        ffn=4 * hidden,
-        vocab=_vocab(c),
+    names = {"hidden": ("hidden_size", "n_embed"), "heads": ("n_head", "num_attention_heads")}
+    return replace(
+        _classic(c, "bloom", **names, layers=("n_layer", "num_hidden_layers")),
         seq_len=c.whole("seq_length", most=MOST_SEQ_LEN, default=2048),
-        positions="alibi",
         embedding_norm=True,
-        norm="layernorm",
-        norm_bias=True,
-        mlp="plain",
-        activation="gelu",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        tied=_tied(c, True),
         dropout=_rate(c, "hidden_dropout", 0.0),
         attention_dropout=_rate(c, "attention_dropout", 0.0),
     )
 
 
 def _mpt(c: Fields) -> Architecture:
-    hidden, heads, head_dim = _widths(c, hidden=("d_model", "hidden_size"), heads=("n_heads", "num_attention_heads"))
     attention = c.section("attn_config") if c.has("attn_config") else None
     if c.whole("expansion_ratio", most=64, default=4) != 4 and c.good("expansion_ratio"):
         c.complain("expansion_ratio", "must be 4: transformers builds MPT with 4, whatever this says")
-    return Architecture(
-        family="mpt",
-        layers=_uniform(c, "n_layers", "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
-        ffn=4 * hidden,
-        vocab=_vocab(c),
+    names = {"hidden": ("d_model", "hidden_size"), "heads": ("n_heads", "num_attention_heads")}
+    return replace(  # transformers builds no position table, whatever learned_pos_emb says
+        _classic(c, "mpt", **names, layers=("n_layers", "num_hidden_layers")),
         seq_len=c.whole("max_seq_len", most=MOST_SEQ_LEN, default=2048),
-        positions="alibi",  # transformers builds no position table, whatever learned_pos_emb says
-        norm="layernorm",
-        mlp="plain",
-        activation="gelu",
-        tied=_tied(c, True),
+        norm_bias=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
         dropout=_rate(c, "resid_pdrop", 0.0),
         attention_dropout=_rate(attention, "attn_pdrop", 0.0) if attention else False,
     )
@@ -198,33 +141,19 @@ def _mpt(c: Fields) -> Architecture:
 
 def _bert(c: Fields) -> Architecture:
     _refuse(c, "add_cross_attention", True)
-    hidden, heads, head_dim = _widths(c)
     seq_len = _seq_len(c, 512)
-    return Architecture(
-        family="bert",
-        layers=_uniform(c, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_dim,
+    return replace(
+        _classic(c, "bert"),
         ffn=c.whole("intermediate_size", most=MOST_FFN),
-        vocab=_vocab(c),
         seq_len=seq_len,
         positions="learned",
         position_rows=seq_len,
         token_types=c.whole("type_vocab_size", most=MOST_VOCAB, default=2),
         embedding_norm=True,
-        norm="layernorm",
-        norm_bias=True,
         norm_place="after",
         final_norm=False,
-        mlp="plain",
         activation=_activation(c, "hidden_act", "gelu"),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         head="masked",
-        tied=_tied(c, True),
         dropout=_rate(c, "hidden_dropout_prob", 0.1),
         attention_dropout=_rate(c, "attention_probs_dropout_prob", 0.1),
     )
@@ -322,7 +251,39 @@ READERS: dict[str, Callable[[Fields], Architecture]] = {
 }
 
 
-# --- what the rotary, RMSNorm, gated families share ---
+# --- what the LayerNorm, plain-MLP families share, and what the rotary, RMSNorm, gated ones do ---
+
+
+def _classic(
+    c: Fields,
+    family: str,
+    *,
+    hidden: tuple[str, ...] = ("hidden_size",),
+    heads: tuple[str, ...] = ("num_attention_heads",),
+    layers: tuple[str, ...] = ("num_hidden_layers",),
+) -> Architecture:
+    """GPT-2's shape with biases everywhere; positions, lengths and what else differs are added by each."""
+    width, count, head_dim = _widths(c, hidden=hidden, heads=heads)
+    return Architecture(
+        family=family,
+        layers=_uniform(c, *layers),
+        hidden=width,
+        heads=count,
+        kv_heads=count,
+        head_dim=head_dim,
+        ffn=4 * width,
+        vocab=_vocab(c),
+        seq_len=1,
+        positions="alibi",
+        norm="layernorm",
+        norm_bias=True,
+        mlp="plain",
+        activation="gelu",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied=_tied(c, True),
+    )
 
 
 def _rotary(c: Fields, family: str, *, seq_len: int, head_dim: int | None = None) -> Architecture:
@@ -423,8 +384,8 @@ def _refuse(c: Fields, key: str, value: bool) -> None:
 def _widths(
     c: Fields,
     *,
-    hidden: tuple[str, ...] = ("hidden_size",),
-    heads: tuple[str, ...] = ("num_attention_heads",),
+    hidden: tuple[str, ...],
+    heads: tuple[str, ...],
 ) -> tuple[int, int, int]:
     """hidden, heads and the width of a head."""
     hidden_key, heads_key = _either(c, *hidden), _either(c, *heads)
