@@ -68,11 +68,15 @@ def verify(actions: Actions, *, cap: Fraction | None = None, microbatches: int |
 
 def _check_numbers(actions: Actions) -> None:
     """Numbers far beyond what is there are refused before anything of their size is built."""
-    computed = {action.stage for _, action in actions.compute()}
+    computed = {stage for row in actions.ranks for stage, kind, _ in row if kind in COMPUTE}
     highest = max(computed, default=-1)
-    forwards = sum(action.kind is Kind.F for _, action in actions.compute())
+    forwards = sum(kind is Kind.F for row in actions.ranks for _, kind, _ in row)
     most_stage = highest if highest <= 2 * len(computed) + SLACK else len(computed) - 1
     most_microbatch = 2 * forwards + SLACK
+    top_stage = max((stage for row in actions.ranks for stage, _, _ in row), default=-1)
+    top_microbatch = max((m or 0 for row in actions.ranks for _, _, m in row), default=0)
+    if top_stage <= most_stage and top_microbatch <= most_microbatch:
+        return
     for rank, row in enumerate(actions.ranks):
         for at, (stage, _, m) in enumerate(row):
             if stage <= most_stage and (m or 0) <= most_microbatch:
