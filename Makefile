@@ -8,7 +8,7 @@ JOBS ?= 2
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak format clean
+.PHONY: demo test check bench accuracy soak format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,11 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/predict.py
+
+accuracy: $(READY)
+	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from wavetrain.base.document import Node
     from wavetrain.cluster import Cluster
     from wavetrain.model import Model
+    from wavetrain.plan import Plan
     from wavetrain.schedule.request import Times
 
 CHECK_FAILED = 5
+MOST_DEGREE = 10_000_000
 
 app = typer.Typer(
     name="wavetrain",
@@ -154,6 +157,106 @@ def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
 
 @app.command()
+def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
+    plan: Annotated[Path | None, typer.Argument(help="A plan file; or give the layout with options.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model: a name or a file.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Cluster: dgx-h100:4, or a file.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Sequences per microbatch; 1.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Sequence length; the model's own.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks; 1.")] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="Cut the rest along the sequence too; no.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel ranks; 1.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks; 1.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks; all that are left.")] = None,
+    shard: Annotated[str | None, typer.Option(help="Shard parameters over N replicas, dp, node or none; none.")] = None,
+    keep: Annotated[bool | None, typer.Option(help="Keep gathered parameters until the backward; no.")] = None,
+    zero1: Annotated[bool | None, typer.Option("--zero1/--no-zero1", help="Shard optimizer states only; no.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="1f1b, gpipe, interleaved, wave, zb-h1 ...; 1f1b.")] = None,
+    waves: Annotated[int | None, typer.Option(help="Waves; the schedule is then wave.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank; the schedule is then interleaved.")] = None,
+    cut: Annotated[str | None, typer.Option(help="Layers per stage, 8,8,7,7; even.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full; none.")] = None,
+    attention: Annotated[str | None, typer.Option(help="flash2, flash-cudnn, unfused-torch ...; flash2.")] = None,
+    elementwise: Annotated[str | None, typer.Option(help="fused, compiled or eager; fused.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8; bf16.")] = None,
+    gradients: Annotated[str | None, typer.Option(help="Format gradients are reduced in; fp32.")] = None,
+    overlap: Annotated[str | None, typer.Option(help="Of gradients,tensor,messages or none; gradients.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what a plan, or a layout given by hand, will do."""
+    from wavetrain.plan import read_plan, write_plan
+    from wavetrain.show.prediction import prediction_card, prediction_document
+    from wavetrain.sim.advice import remedies
+    from wavetrain.sim.predict import predict
+    from wavetrain.trace import write_chrome
+
+    options = {
+        "--model": model,
+        "--cluster": cluster,
+        "--global-batch": global_batch,
+        "--microbatch": microbatch,
+        "--seq-len": seq_len,
+        "--tp": tp,
+        "--sequence-parallel": sequence_parallel,
+        "--cp": cp,
+        "--pp": pp,
+        "--dp": dp,
+        "--shard": shard,
+        "--keep": keep,
+        "--zero1": zero1,
+        "--schedule": schedule,
+        "--waves": waves,
+        "--chunks": chunks,
+        "--cut": cut,
+        "--recompute": recompute,
+        "--attention": attention,
+        "--elementwise": elementwise,
+        "--precision": precision,
+        "--gradients": gradients,
+        "--overlap": overlap,
+    }
+    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
+    if plan is not None:
+        _refuse_beside("a plan file", given)
+        made = read_plan(plan)
+    else:
+        made = _requested(given)
+    found = predict(made)
+    advice = [] if found.fits else remedies(made)
+    if output is not None:
+        _write(output, write_plan(made))
+    if trace is not None:
+        with _writing(trace):
+            write_chrome(found.timeline, trace)
+    _print(prediction_document(made, found, advice), prediction_card(made, found, advice), as_json)
+
+
+@app.command()
+def validate(
+    tables: Annotated[list[Path], typer.Argument(help="Tables of published runs, CSV.")],
+    html: Annotated[Path | None, typer.Option(help="Write a report with predicted against measured.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables as a page of Markdown.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict published runs from what they state, and say how far off the predictions are."""
+    from wavetrain.show.validate import card, document
+    from wavetrain.study.accuracy import accuracy_page
+    from wavetrain.study.report import report_page
+    from wavetrain.study.rows import price_tables
+    from wavetrain.study.validate import summarize
+
+    found = summarize(price_tables(tables))
+    if html is not None:
+        _write(html, report_page(found))
+    if markdown is not None:
+        _write(markdown, accuracy_page(found))
+    _print(document(found), card(found), as_json)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine and say what to fix."""
     from wavetrain.base.codec import encode
@@ -169,6 +272,38 @@ def doctor(as_json: AsJson = False) -> None:
     _print(document, table, as_json)
     if bad:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _requested(given: dict[str, Any]) -> Plan:
+    """The plan that options describe."""
+    from wavetrain.cluster import load_cluster
+    from wavetrain.model import load_model
+    from wavetrain.plan import Request, plan_of
+
+    missing = [option for option in ("--model", "--cluster", "--global-batch") if option not in given]
+    if missing:
+        rule = "missing: a plan file, or a model, a cluster and a global batch"
+        raise InputError([Problem(where=option, rule=rule) for option in missing])
+    wholes = ("--global-batch", "--microbatch", "--seq-len", "--tp", "--cp", "--pp", "--dp", "--waves", "--chunks")
+    bad = [option for option in wholes if option in given and not 1 <= given[option] <= MOST_DEGREE]
+    if bad:
+        rule = f"must be from 1 to {MOST_DEGREE:,}"
+        raise InputError([Problem(where=option, rule=f"{given[option]}: {rule}") for option in bad])
+    values = {option.removeprefix("--").replace("-", "_"): value for option, value in given.items()}
+    values["model"] = load_model(values["model"], seq_len=values.pop("seq_len", None))
+    values["cluster"] = load_cluster(values["cluster"])
+    if "cut" in values:
+        values["cut"] = _numbers("--cut", values["cut"])
+    if "overlap" in values:
+        values["overlap"] = tuple(word for word in values["overlap"].split(",") if word)
+    return plan_of(Request(**values))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
+        raise InputError(Problem(where=option, rule=f"{printable(text)}: must be layers per stage, like 8,8,7,7"))
+    return tuple(map(int, words))
 
 
 def load(target: str, *, seq_len: int | None = None) -> Model | Cluster:
@@ -211,7 +346,7 @@ def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
     return InputError([Problem(where=where, key=", ".join(shown), rule=rule), *problems])
 
 
-def _refuse_beside(option: str, others: dict[str, object]) -> None:
+def _refuse_beside(option: str, others: Mapping[str, object]) -> None:
     """Options that say nothing beside another are not ignored."""
     given = [name for name, value in others.items() if value is not None]
     if given:
@@ -254,8 +389,15 @@ def _width() -> int:
 
 
 def _write(path: Path, content: str) -> None:
-    try:
+    with _writing(path):
         path.write_text(content, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A file that can't be written is the user's to know, in one line."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(Problem(where=str(path), rule=f"can't be written: {reason}")) from None

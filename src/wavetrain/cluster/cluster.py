@@ -8,6 +8,12 @@ from wavetrain.base.units import DType
 
 MOST_NODES = 10_000_000
 
+# What collectives achieve where a file says nothing; the catalog gives each with its source.
+LINK_EFFICIENCY = 0.8  # NVLink, 235 / 300 (A100) to 367 / 450 GB/s (H100)
+NETWORK_EFFICIENCY = 0.95  # 24 / 25, 48 / 50, 192 / 200 and 380 / 400 GB/s (NVIDIA, GTC 2024, S62129)
+START_S = 37e-6  # these two: validation/fit_collectives.py
+RAMP_S = 55e-6
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -31,6 +37,16 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class AttentionRates:
+    """Forward rate of fused attention kernels over peak, counting only the scores that a causal kernel computes."""
+
+    flash1: float = 0.3
+    flash2: float = 0.5
+    triton: float = 0.4
+    cudnn: float = 0.5
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator."""
 
@@ -45,6 +61,9 @@ class Device:
     busy_w: float  # mean while training
     limit_w: float
     usd_per_hour: float
+    fp8_efficiency: float | None = None  # best FP8 matrix product over its peak; None: as `matmul_efficiency`
+    inner_half: float = 60.0  # inner size of a product at which half of its best rate is reached
+    attention: AttentionRates = AttentionRates()
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,12 @@ class Tier:
     latency_s: float
     sharers: float = 1.0  # devices that share this rate when all of a node send at once
     across_nodes: bool = False  # joins devices of several nodes, as NVLink does in a rack
+    efficiency: float = LINK_EFFICIENCY  # what a long collective achieves of this rate
+    start_s: float = START_S  # of every collective that reaches this tier
+    ramp_s: float = RAMP_S  # filling the pipeline of a long transfer; a shorter one runs at half rate
+    congestion: float = 0.0  # rate lost per doubling of the domains joined
+    multicast: float = 0.0  # share of the achieved rate when the switch reduces (NVLS); 0 = it can't
+    pair_bytes_per_s: float | None = None  # direct links: what a pair alone has; None = a switch
 
 
 @dataclass(frozen=True)
@@ -69,6 +94,10 @@ class Network:
     latency_s: float
     pod_nodes: int | None = None
     oversubscription: float = 1.0
+    efficiency: float = NETWORK_EFFICIENCY  # these four as in `Tier`
+    start_s: float = START_S
+    ramp_s: float = RAMP_S
+    congestion: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,7 +198,17 @@ def _network_tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:
     rate = network.nic_bytes_per_s * max(1.0, network.nics / node.num_devices)
     sharers = max(1.0, node.num_devices / network.nics)
     pod = min(num_nodes, network.pod_nodes or num_nodes)
-    fabric = Tier(network.name, pod * node.num_devices, rate, network.latency_s, sharers)
+    fabric = Tier(
+        name=network.name,
+        size=pod * node.num_devices,
+        bytes_per_s=rate,
+        latency_s=network.latency_s,
+        sharers=sharers,
+        efficiency=network.efficiency,
+        start_s=network.start_s,
+        ramp_s=network.ramp_s,
+        congestion=network.congestion,
+    )
     if pod == num_nodes:
         return (fabric,)
     slower = rate / network.oversubscription
@@ -184,4 +223,8 @@ def _slowest(tiers: list[Tier], num_devices: int) -> Tier:
         bytes_per_s=min(tier.bytes_per_s for tier in tiers),
         latency_s=max(tier.latency_s for tier in tiers),
         sharers=max(tier.sharers for tier in tiers),
+        efficiency=min(tier.efficiency for tier in tiers),
+        start_s=max(tier.start_s for tier in tiers),
+        ramp_s=max(tier.ramp_s for tier in tiers),
+        congestion=max(tier.congestion for tier in tiers),
     )

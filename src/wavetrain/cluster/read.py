@@ -23,7 +23,22 @@ from wavetrain.base.document import exists, merge, parse_yaml, read_document
 from wavetrain.base.errors import InputError, Problem, unknown_name
 from wavetrain.base.fields import Fields
 from wavetrain.base.units import GIB, shifted
-from wavetrain.cluster.cluster import MOST_NODES, Cluster, Device, Group, Network, Node, Rates, Source, Tier
+from wavetrain.cluster.cluster import (
+    LINK_EFFICIENCY,
+    MOST_NODES,
+    NETWORK_EFFICIENCY,
+    RAMP_S,
+    START_S,
+    AttentionRates,
+    Cluster,
+    Device,
+    Group,
+    Network,
+    Node,
+    Rates,
+    Source,
+    Tier,
+)
 
 MOST_DEVICES = 100_000  # in one node or one tier
 MOST_GROUPS = 1000
@@ -245,6 +260,9 @@ def _device(f: Fields) -> Device:
         busy_w=own.number("busy_w", most=1e6),
         limit_w=own.number("limit_w", most=1e6),
         usd_per_hour=own.number("usd_per_hour", most=1e6),
+        fp8_efficiency=efficiency.number("fp8", least=0.001, most=1.0, default=None),
+        inner_half=efficiency.number("inner_half", most=1e6, default=Device.inner_half),
+        attention=_attention(efficiency),
     )
     efficiency.check_unknown()
     if own.good("idle_w", "busy_w", "limit_w") and not device.idle_w <= device.busy_w <= device.limit_w:
@@ -254,16 +272,37 @@ def _device(f: Fields) -> Device:
     return device
 
 
+def _attention(f: Fields) -> AttentionRates:
+    """Rates of attention kernels; a file may leave them out."""
+    usual = AttentionRates()
+    names = [item.name for item in dataclass_fields(AttentionRates)]
+    return AttentionRates(**{n: f.number(n, least=0.001, most=1.0, default=getattr(usual, n)) for n in names})
+
+
 def _tier(f: Fields) -> Tier:
+    pair = f.number("pair_gb_per_s", least=1e-6, most=1e9, default=None)
     tier = Tier(
         name=f.text("name"),
         size=f.whole("size", least=2, most=MOST_DEVICES),
         bytes_per_s=shifted(f.number("gb_per_s", least=1e-6, most=1e9), 9),
         latency_s=shifted(f.number("latency_us", most=1e9), -6),
         across_nodes=f.flag("across_nodes", default=False),
+        multicast=f.number("multicast", most=1.0, default=0.0),
+        pair_bytes_per_s=None if pair is None else shifted(pair, 9),
+        **_collective(f, efficiency=LINK_EFFICIENCY),
     )
     f.check_unknown()
     return tier
+
+
+def _collective(f: Fields, *, efficiency: float) -> dict[str, float]:
+    """What collectives achieve over links; a file may leave it out."""
+    return {
+        "efficiency": f.number("efficiency", least=0.001, most=1.0, default=efficiency),
+        "start_s": shifted(f.number("start_us", most=1e9, default=shifted(START_S, 6)), -6),
+        "ramp_s": shifted(f.number("ramp_us", most=1e9, default=shifted(RAMP_S, 6)), -6),
+        "congestion": f.number("congestion", most=1.0, default=0.0),
+    }
 
 
 def _network(f: Fields) -> Network:
@@ -274,6 +313,7 @@ def _network(f: Fields) -> Network:
         latency_s=shifted(f.number("latency_us", most=1e9), -6),
         pod_nodes=f.whole("pod_nodes", most=MOST_NODES, default=None),
         oversubscription=f.number("oversubscription", least=1.0, most=1000.0, default=1.0),
+        **_collective(f, efficiency=NETWORK_EFFICIENCY),
     )
     if f.good("pod_nodes", "oversubscription") and network.oversubscription > 1 and network.pod_nodes is None:
         f.complain("pod_nodes", "missing: an oversubscribed network needs the number of nodes in a full-rate pod")

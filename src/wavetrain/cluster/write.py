@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _device(device: Device) -> dict[str, Any]:
         "peak_tflops": {dtype: shifted(rate, -12) for dtype, rate in device.peak.known().items()},
         "memory_gib": device.memory_bytes / GIB,
         "memory_gb_per_s": shifted(device.memory_bytes_per_s, -9),
-        "efficiency": {"matmul": device.matmul_efficiency, "memory": device.memory_efficiency},
+        "efficiency": _efficiency(device),
         "idle_w": device.idle_w,
         "busy_w": device.busy_w,
         "limit_w": device.limit_w,
@@ -72,13 +73,34 @@ def _device(device: Device) -> dict[str, Any]:
     }
 
 
+def _efficiency(device: Device) -> dict[str, float]:
+    data = {"matmul": device.matmul_efficiency, "memory": device.memory_efficiency, "inner_half": device.inner_half}
+    if device.fp8_efficiency is not None:
+        data["fp8"] = device.fp8_efficiency
+    return data | asdict(device.attention)
+
+
 def _tier(tier: Tier) -> dict[str, Any]:
-    return {
+    data: dict[str, Any] = {
         "name": tier.name,
         "size": tier.size,
         "gb_per_s": shifted(tier.bytes_per_s, -9),
         "latency_us": shifted(tier.latency_s, 6),
         "across_nodes": tier.across_nodes,
+        "multicast": tier.multicast,
+        **_collective(tier),
+    }
+    if tier.pair_bytes_per_s is not None:
+        data["pair_gb_per_s"] = shifted(tier.pair_bytes_per_s, -9)
+    return data
+
+
+def _collective(links: Tier | Network) -> dict[str, float]:
+    return {
+        "efficiency": links.efficiency,
+        "start_us": shifted(links.start_s, 6),
+        "ramp_us": shifted(links.ramp_s, 6),
+        "congestion": links.congestion,
     }
 
 
@@ -88,6 +110,7 @@ def _network(network: Network) -> dict[str, Any]:
         "nics": network.nics,
         "nic_gbit_per_s": shifted(network.nic_bytes_per_s * 8, -9),
         "latency_us": shifted(network.latency_s, 6),
+        **_collective(network),
     }
     if network.pod_nodes:
         data |= {"pod_nodes": network.pod_nodes, "oversubscription": network.oversubscription}

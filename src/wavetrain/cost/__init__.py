@@ -1,0 +1,1 @@
+"""What things cost: one small function per law, its source beside it."""

@@ -1,0 +1,90 @@
+"""A plan that does not fit: which changes would make it fit, and what each costs in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.plan.check import check
+from wavetrain.plan.cut import even_cut
+from wavetrain.plan.layout import Choice, Layout, Recompute
+from wavetrain.plan.plan import Plan, num_stages
+from wavetrain.sim.estimate import estimate
+from wavetrain.sim.gather import gather
+from wavetrain.sim.memory import memory
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, and what comes of it."""
+
+    change: str
+    step_s: float
+    needed_bytes: float
+    plan: Plan
+
+
+def remedies(plan: Plan, laws: Laws | None = None, *, most: int = 3) -> list[Remedy]:
+    """The changes that make a plan fit, fastest first: one thing each, or two where one is not enough."""
+    laws = laws or load_laws()
+    single = list(_legal(_changes(plan)))
+    found = list(_fitting(single, laws))
+    if len(found) < most:
+        double = ((f"{a}, {b}", changed) for a, first in single for b, changed in _legal(_changes(first)) if a < b)
+        found += list(_fitting(list(double), laws))
+    found.sort(key=lambda remedy: remedy.step_s)
+    return found[:most]
+
+
+def _fitting(changed: list[tuple[str, Plan]], laws: Laws) -> Iterator[Remedy]:
+    for change, plan in changed:
+        batch = gather([plan])
+        held = memory(batch, laws)
+        needed = float((held.peak_bytes + held.reserve_bytes)[0])
+        if needed <= plan.cluster.device.memory_bytes:
+            yield Remedy(change, float(estimate(batch, laws).step_s[0]), needed, plan)
+
+
+def _legal(changed: Iterator[tuple[str, Plan]]) -> Iterator[tuple[str, Plan]]:
+    return ((change, plan) for change, plan in changed if not check(plan))
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans that differ in one thing and hold less."""
+    layout, choice = plan.layout, plan.choice
+    if plan.recompute is Recompute.NONE and plan.stack.attention.keeps_scores:
+        yield "recompute attention scores", replace(plan, recompute=Recompute.SELECTIVE)
+    if plan.recompute is not Recompute.FULL:
+        yield "recompute every layer", replace(plan, recompute=Recompute.FULL)
+    node = max(1, min(layout.dp, plan.cluster.node.num_devices // (layout.tp * layout.cp)))
+    for group, where in ((node, "inside the node"), (layout.dp, "over all replicas")):
+        if group > choice.shard:
+            words = f"shard parameters {where} ({group})"
+            yield words, replace(plan, choice=Choice(shard=group, slices=choice.slices), layout=_whole(layout))
+    if choice.shard > 1 and choice.keep:
+        yield "free gathered parameters after the forward", replace(plan, choice=replace(choice, keep=False))
+    if choice.shard == 1 and not layout.shard_optimizer and layout.dp > 1:
+        yield "shard the optimizer's states", replace(plan, layout=replace(layout, shard_optimizer=True))
+    if layout.microbatch % 2 == 0:
+        yield f"microbatch {layout.microbatch // 2}", _with(plan, microbatch=layout.microbatch // 2)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield "sequence parallelism", _with(plan, sequence_parallel=True)
+    if layout.dp % 2 == 0:
+        yield f"tp {2 * layout.tp}, dp {layout.dp // 2}", _with(plan, tp=2 * layout.tp, dp=layout.dp // 2)
+        yield f"pp {2 * layout.pp}, dp {layout.dp // 2}", _with(plan, pp=2 * layout.pp, dp=layout.dp // 2)
+
+
+def _whole(layout: Layout) -> Layout:
+    """Sharded parameters shard their optimizer states anyway."""
+    return replace(layout, shard_optimizer=False)
+
+
+def _with(plan: Plan, **changes: Any) -> Plan:
+    """The plan with another layout, cut anew; a shard group that no longer divides the replicas shrinks to them."""
+    layout = replace(plan.layout, **changes)
+    blocks = sum(run.count for run in plan.model.order[1:-1])
+    shard = min(plan.choice.shard, layout.dp)
+    cut = even_cut(blocks, num_stages(layout))
+    return replace(plan, layout=layout, cut=cut, choice=replace(plan.choice, shard=shard))

@@ -1,0 +1,355 @@
+"""The closed form: what a step takes, in named terms, for a whole `Batch` of plans at once.
+
+Equal to the event simulation where its assumptions hold: stages of one length (or one that is longest), messages that
+never queue, at least as many microbatches as ranks. Formulas of the bubble: Narayanan et al. 2021 (1F1B, interleaved),
+Qi et al. 2023 (zero bubble), Liu et al. 2023 (waves); each is checked against executed orders by a property test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavetrain.cost.collective import Collective, Span, seconds
+from wavetrain.cost.laws import Laws
+from wavetrain.cost.layers import LayerSeconds, layer_seconds
+from wavetrain.cost.overlap import exposed
+from wavetrain.sim.batch import Batch
+
+Floats = NDArray[np.float64]
+
+SCHEDULE_KINDS = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "looped-bfs",
+    "wave",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "wave-zb",
+    "chimera",
+)
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one microbatch in one block, by part; forward, input gradient, weight gradient."""
+
+    forward_s: Floats
+    input_s: Floats
+    weight_s: Floats
+    recompute_s: Floats
+    tensor_f_s: Floats  # visible tensor-parallel communication
+    tensor_b_s: Floats  # that of recomputation included
+    context_f_s: Floats
+    context_b_s: Floats
+    shard_f_s: Floats  # visible gathering and scattering of sharded parameters
+    shard_b_s: Floats
+
+    @property
+    def f_s(self) -> Floats:
+        return self.forward_s + self.tensor_f_s + self.context_f_s + self.shard_f_s
+
+    @property
+    def b_s(self) -> Floats:
+        return self.i_s + self.weight_s
+
+    @property
+    def i_s(self) -> Floats:
+        return self.input_s + self.recompute_s + self.tensor_b_s + self.context_b_s + self.shard_b_s
+
+
+@dataclass(frozen=True)
+class EndTimes:
+    """Seconds of one microbatch in the embedding or the head."""
+
+    f_s: Floats
+    i_s: Floats
+    w_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        return self.f_s + self.i_s + self.w_s
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """Seconds of one message between stages: on the wire, and on both hosts."""
+
+    wire_s: Floats
+    host_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        return self.wire_s + self.host_s
+
+    def steady_s(self, batch: Batch) -> Floats:
+        """What a message adds per microbatch and stage once the pipeline is full.
+
+        Messages that travel beside compute are hidden where a rank has other stages to go on with; with one stage per
+        rank the next microbatch waits for them all the same.
+        """
+        hidden = batch.stack.message_overlap & (batch.stages > 1)
+        return np.where(hidden, self.host_s, self.total_s)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What was found, one entry per plan: named terms that sum to the step."""
+
+    step_s: Floats
+    terms: dict[str, Floats]
+    block: BlockTimes
+    embedding: EndTimes
+    head: EndTimes
+    message: MessageTimes
+    tail: dict[str, Floats]
+
+
+def estimate(batch: Batch, laws: Laws) -> Estimate:
+    """Price every plan of a batch."""
+    times = layer_seconds(batch.facts.table, batch.device, batch.stack, batch.precision, laws)
+    block = block_times(batch, times, laws)
+    embedding, head = end_times(batch, times, batch.embedding, laws), end_times(batch, times, batch.head, laws)
+    message = MessageTimes(transfer_seconds(batch), np.where(batch.pp > 1, laws.message_s, 0.0))
+    tail = tail_seconds(batch, block, laws)
+    terms = _pipeline_terms(batch, block, embedding, head, message) | tail
+    busy = sum(terms.values(), np.zeros(len(batch.tp)))
+    terms["stragglers"] = busy * straggling(batch, laws)
+    return Estimate(busy + terms["stragglers"], terms, block, embedding, head, message, tail)
+
+
+def straggling(batch: Batch, laws: Laws) -> Floats:
+    """The share that slow nodes and jitter add: a constant per doubling of the nodes that wait for each other.
+
+    Those are the nodes of one data-parallel group, which ends every step together; stages of a pipeline only wait for
+    their neighbours. Fitted: runs of 280 and 512 devices without data parallelism (Korthikanti et al.) are as fast per
+    device as single nodes, the same models with it (SC'21) are 8 % slower.
+    """
+    nodes = np.ceil(batch.tp * batch.cp * batch.dp / batch.node_devices)
+    return laws.doubling * np.log2(np.maximum(nodes, 1.0))
+
+
+# --- layers ---
+
+
+def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
+    """Seconds of the average block: kernels or launches, whichever is longer, and what communication shows."""
+    launch_s = times.launches * laws.launch_s
+    mean = batch.mean_block
+    extra_s = np.where(batch.tp > 1, laws.tensor_host_s, 0.0)
+    forward_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + extra_s)
+    kernels_s = mean(times.kernels_s[:, 1] + times.kernels_s[:, 2])
+    backward_s = np.maximum(kernels_s, mean(launch_s[:, 1] + launch_s[:, 2]) + extra_s)
+    weight_s = backward_s * mean(times.kernels_s[:, 2]) / kernels_s
+    adding_s = accumulation_seconds(batch, laws)
+    weight_s, backward_s = weight_s + adding_s, backward_s + adding_s
+    again_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + laws.recompute_host_s)
+    recompute_s = np.select([batch.recompute == 2, batch.recompute == 1], [again_s, mean(times.attention_s)], 0.0)
+    tensor_s, tensor_b_s = tensor_seconds(batch, laws)
+    context_f_s, context_b_s = context_seconds(batch, laws)
+    compute_b_s = backward_s + recompute_s + tensor_b_s + context_b_s
+    shard_f_s, shard_b_s = shard_seconds(batch, forward_s + tensor_s + context_f_s, compute_b_s, laws)
+    return BlockTimes(
+        forward_s=forward_s,
+        input_s=backward_s - weight_s,
+        weight_s=weight_s,
+        recompute_s=recompute_s,
+        tensor_f_s=tensor_s,
+        tensor_b_s=tensor_b_s,
+        context_f_s=context_f_s,
+        context_b_s=context_b_s,
+        shard_f_s=shard_f_s,
+        shard_b_s=shard_b_s,
+    )
+
+
+def accumulation_seconds(batch: Batch, laws: Laws) -> Floats:
+    """Adding a microbatch's weight gradients to what earlier ones left: read, add, write, whatever its length.
+
+    Gradients of sharded parameters are copied into the scatter's buffer instead, which moves as much. Found missing on
+    runs with 1,024 tokens per microbatch, which it slows by a tenth.
+    """
+    moved = batch.mean_block(batch.facts.parameters) * laws.accumulation * batch.precision.gradients.num_bytes
+    return np.asarray(moved / batch.device.memory_bytes_per_s)
+
+
+def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: Laws) -> EndTimes:
+    """Seconds of the embedding or the head, with the collective that tensor parallelism needs there."""
+    parts = np.maximum(times.kernels_s, times.launches * laws.launch_s)[case]
+    one_s = np.zeros(len(batch.tp))
+    if (batch.tp > 1).any():
+        size = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
+        whole = np.where(batch.sequence_parallel, batch.tp, 1.0)
+        one_s = np.asarray(seconds(Collective.ALL_REDUCE, size * whole, Span(batch.tp, 1.0), batch.tiers))
+    head = case is batch.head
+    forward_s = parts[:, 0] + (0.0 if head else one_s)
+    if head and not batch.stack.logits_parallel:
+        size = batch.facts.logits[case] * batch.precision.compute.num_bytes
+        forward_s = forward_s + seconds(Collective.ALL_GATHER, size, Span(batch.tp, 1.0), batch.tiers)
+    return EndTimes(forward_s, parts[:, 1] + (one_s if head else 0.0), parts[:, 2])
+
+
+def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
+    """Visible tensor-parallel communication of one block, forward and backward.
+
+    An all-reduce behind each row cut, and its mirror image in the backward; with sequence parallelism a scatter and a
+    gather instead, and one more gather in the backward for the inputs that were kept cut (Korthikanti et al. 2022,
+    section 4.2.2). Full recomputation repeats the forward's.
+    """
+    count = batch.mean_block(batch.facts.messages)
+    total = batch.mean_block(batch.facts.message_elements) * batch.precision.compute.num_bytes
+    each = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
+    shown = laws.tensor_exposed if batch.stack.tensor_overlap else 1.0
+    span = Span(batch.tp, 1.0)
+    forward_s = np.asarray(count * seconds(Collective.ALL_REDUCE, each, span, batch.tiers) * shown)
+    again = np.where(batch.sequence_parallel, each, 0.0)
+    backward_s = forward_s + count * seconds(Collective.ALL_GATHER, again, span, batch.tiers) * shown
+    return forward_s, backward_s + np.where(batch.recompute == 2, forward_s, 0.0)
+
+
+def context_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
+    """Visible exchange of keys and values over the context-parallel group, forward and backward (gather, scatter)."""
+    size = batch.mean_block(batch.facts.context_elements) * batch.precision.compute.num_bytes * batch.cp
+    once_s = np.asarray(seconds(Collective.ALL_GATHER, size, Span(batch.cp, batch.tp), batch.tiers))
+    return once_s * laws.context_exposed, 2 * once_s * laws.context_exposed
+
+
+def shard_seconds(batch: Batch, forward_s: Floats, backward_s: Floats, laws: Laws) -> tuple[Floats, Floats]:
+    """Visible gathering before each pass and scattering of gradients, block by block, prefetched one block ahead."""
+    stride = batch.tp * batch.cp
+    gather_f_s, gather_b_s, crosses = np.zeros(len(stride)), np.zeros(len(stride)), np.zeros(len(stride), dtype=bool)
+    for part in batch.sharded:
+        span = Span(part.group, stride)
+        each = part.parameters / part.collectives
+        gather_s = part.collectives * seconds(
+            Collective.ALL_GATHER, each * batch.precision.compute.num_bytes, span, batch.tiers
+        )
+        scatter_s = part.collectives * seconds(
+            Collective.REDUCE_SCATTER, each * batch.precision.gradients.num_bytes, span, batch.tiers
+        )
+        gather_f_s = gather_f_s + gather_s
+        gather_b_s = gather_b_s + np.where(part.keep, 0.0, gather_s) + scatter_s
+        crosses |= part.group * stride > batch.node_devices
+    share = np.where(crosses, laws.network_exposed, laws.link_exposed)
+    return exposed(gather_f_s, forward_s, share), exposed(gather_b_s, backward_s, share)
+
+
+# --- the pipeline ---
+
+
+def transfer_seconds(batch: Batch) -> Floats:
+    """One message between neighbouring stages: a layer's output, cut by tensor parallelism (scatter/gather)."""
+    size = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
+    whole = np.where(batch.sequence_parallel, 1.0, batch.tp)
+    stride = batch.tp * batch.cp * batch.dp
+    span = Span(np.where(batch.pp > 1, 2.0, 1.0), stride)
+    return np.asarray(seconds(Collective.SEND, size / whole, span, batch.tiers))
+
+
+def _pipeline_terms(
+    batch: Batch, block: BlockTimes, embedding: EndTimes, head: EndTimes, message: MessageTimes
+) -> dict[str, Floats]:
+    """The slowest rank's microbatches, by part, and what it waits for."""
+    block_s = block.f_s + block.b_s
+    first = batch.first * block_s + embedding.total_s + np.where(batch.folded, head.total_s, 0.0)
+    last = batch.last * block_s + np.where(batch.folded, 0.0, head.total_s)
+    whole = batch.num_blocks * block_s + embedding.total_s + head.total_s
+    single = batch.pp == 1
+    loads = np.stack([first, batch.most * block_s * (batch.pp > 2), last])
+    slowest = np.where(single, whole, loads.max(axis=0))
+    which = np.where(single, 3, loads.argmax(axis=0))
+    blocks = np.choose(which, [batch.first, batch.most, batch.last, batch.num_blocks])
+    ends_s = slowest - blocks * block_s
+    m = batch.microbatches
+    per_block = {
+        "compute": block.forward_s + block.input_s + block.weight_s,
+        "recompute": block.recompute_s,
+        "tensor": block.tensor_f_s + block.tensor_b_s,
+        "context": block.context_f_s + block.context_b_s,
+        "sharding": block.shard_f_s + block.shard_b_s,
+    }
+    terms = {name: m * blocks * value for name, value in per_block.items()}
+    terms["compute"] = terms["compute"] + m * ends_s
+    terms["bubble"] = bubble_seconds(batch, block, whole, slowest)
+    terms["transfer"] = np.where(
+        single, 0.0, 2 * (m * batch.stages * message.steady_s(batch) + (batch.pp - 1) * message.total_s)
+    )
+    return terms
+
+
+def bubble_seconds(batch: Batch, block: BlockTimes, whole_s: Floats, slowest_s: Floats) -> Floats:
+    """Idle time of the slowest rank while the pipeline fills and drains; formulas in units of one stage's work."""
+    ranks, per_stage = batch.pp, batch.num_blocks / batch.pp / batch.stages
+    f, i, w = per_stage * block.f_s, per_stage * block.i_s, per_stage * block.weight_s
+    fill = (whole_s - slowest_s) / batch.stages  # what the other ranks do before and after, one stage each
+    idle_ranks = ranks - 1
+    uneven = fill - idle_ranks * (f + i + w)  # embedding and head on other ranks
+    kinds = {name: batch.schedule == number for number, name in enumerate(SCHEDULE_KINDS)}
+    late = np.where(batch.barrier, f, 0.0)  # ranks start one after the other, and so end where none waits for all
+    as_h1 = kinds["zb-h1"] | kinds["interleaved-zb"] | (kinds["zb-h2"] & (batch.microbatches < 2 * ranks - 1))
+    found = np.select(
+        [kinds["wave"], as_h1, kinds["zb-h2"], kinds["wave-zb"], kinds["chimera"]],
+        [
+            idle_ranks * 2 * np.maximum(f, i + w),
+            idle_ranks * np.maximum(np.maximum(f + i - w, i), late) + uneven,
+            idle_ranks * np.maximum(np.maximum(f + i - 2 * w, i - f), late),
+            idle_ranks * np.maximum(f, i),
+            np.maximum(ranks - 2, 0) * np.maximum(f, i + w),
+        ],
+        fill,
+    )
+    return np.where(ranks > 1, np.maximum(found, 0.0), 0.0)
+
+
+# --- the end of a step ---
+
+
+def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Floats]:
+    """Gradient reduction, the optimizer and what else happens once per step."""
+    facts, precision = batch.facts, batch.precision
+    ends = facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0)
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    cut = batch.sharded_parameters
+    whole_parameters = blocks * (batch.mean_block(facts.parameters) - cut) + np.where(batch.end_group > 1, 0.0, ends)
+    group = Span(batch.data_ranks, batch.tp)
+    size = whole_parameters * precision.gradients.num_bytes
+    zero1 = batch.shard_optimizer
+    reduce_s = np.asarray(seconds(Collective.ALL_REDUCE, np.where(zero1, 0.0, size), group, batch.tiers))
+    scatter_s = np.asarray(seconds(Collective.REDUCE_SCATTER, np.where(zero1, size, 0.0), group, batch.tiers))
+    gather_bytes = np.where(zero1, whole_parameters * precision.compute.num_bytes, 0.0)
+    gather_s = np.asarray(seconds(Collective.ALL_GATHER, gather_bytes, group, batch.tiers))
+    reduction_s = reduce_s + scatter_s
+    replicas_s = replica_seconds(batch)
+    if batch.stack.gradient_overlap:
+        reduction_s = exposed(reduction_s, blocks * block.b_s, laws.gradient_exposed)
+        gather_s = gather_s * laws.gradient_exposed
+    return {
+        "reduction": reduction_s + replicas_s,
+        "gather": gather_s,
+        "optimizer": optimizer_seconds(batch, whole_parameters, blocks, laws),
+        "host": np.full(len(batch.tp), laws.step_s),
+    }
+
+
+def replica_seconds(batch: Batch) -> Floats:
+    """Gradients of sharded parameters are summed over the groups that hold copies (hybrid sharding)."""
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    total = np.zeros(len(batch.tp))
+    for part in batch.sharded:
+        copies = np.maximum(batch.dp / part.group, 1.0)
+        size = blocks * part.parameters / part.group * batch.precision.gradients.num_bytes
+        span = Span(copies, batch.tp * batch.cp * part.group)
+        total = total + seconds(Collective.ALL_REDUCE, np.where(copies > 1, size, 0.0), span, batch.tiers)
+    return total
+
+
+def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, laws: Laws) -> Floats:
+    """Memory traffic of the optimizer on the states that one device holds."""
+    own = whole_parameters / np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
+    for part in batch.sharded:
+        own = own + blocks * part.parameters / part.group
+    return own * laws.optimizer_bytes / batch.device.memory_bytes_per_s

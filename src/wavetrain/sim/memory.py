@@ -1,0 +1,157 @@
+"""The closed form of memory: what the fullest rank of each plan holds at its peak, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavetrain.cost.laws import Laws
+from wavetrain.cost.memory import gathered_bytes, kept_bytes, recomputed_bytes, state_bytes
+from wavetrain.plan.stack import Fusion
+from wavetrain.sim.batch import Batch
+from wavetrain.sim.estimate import SCHEDULE_KINDS
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Bytes at the peak on the fullest rank of each plan.
+
+    `parts` sum to `peak_bytes`: tensors alive at once, as an allocator counts them. A device must have `reserve_bytes`
+    beside them: the context, and what the allocator can't use.
+    """
+
+    peak_bytes: Floats
+    reserve_bytes: Floats
+    parts: dict[str, Floats]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks of a pipeline that hold alike: rows are places, columns are plans."""
+
+    blocks: Floats
+    has_first: Floats  # 1 where the embedding is
+    has_last: Floats  # 1 where the head is
+
+
+def places(batch: Batch) -> Place:
+    """The rank of the first stage, the fullest one between, the rank of the last stage."""
+    single = batch.pp == 1
+    blocks = np.stack([np.where(single, batch.num_blocks, n) for n in (batch.first, batch.most, batch.last)])
+    first = np.stack([np.ones_like(single), single, single])
+    last = np.stack([single | batch.folded, single, single | ~batch.folded])
+    return Place(blocks, first.astype(np.float64), last.astype(np.float64))
+
+
+def memory(batch: Batch, laws: Laws) -> Holdings:
+    """What every plan of a batch holds at its peak."""
+    place = places(batch)
+    saved = saved_bytes(batch, laws)
+    live = in_flight(batch) / batch.stages  # microbatches of all of a rank's stages
+    per_microbatch = place.blocks * saved.block + place.has_first * saved.embedding + place.has_last * saved.head
+    again = np.where(place.blocks > 0, saved.again, 0.0)
+    parts = static_parts(batch, place, laws)
+    parts |= {"activations": live * per_microbatch, "working": np.maximum(again, place.has_last * saved.logits)}
+    total = np.asarray(sum(parts.values()))
+    reserve = reserve_bytes(parts["activations"] + parts["working"], laws)
+    fullest = (total + reserve).argmax(axis=0)[None]
+    chosen = {name: np.take_along_axis(value, fullest, axis=0)[0] for name, value in parts.items()}
+    peak, kept_free = (np.take_along_axis(value, fullest, axis=0)[0] for value in (total, reserve))
+    return Holdings(peak, kept_free, chosen)
+
+
+def reserve_bytes(passing: Floats, laws: Laws) -> Floats:
+    """What a device needs beside its tensors: the context, and holes among activations that come and go."""
+    return laws.reserve_bytes + laws.fragmentation * passing
+
+
+def static_parts(batch: Batch, place: Place, laws: Laws) -> dict[str, Floats]:
+    """Bytes that a rank holds all through a step, by name."""
+    facts, blocks = batch.facts, place.blocks
+    whole = blocks * (batch.mean_block(facts.parameters) - batch.sharded_parameters)
+    ends = place.has_first * facts.parameters[batch.embedding] + place.has_last * _head_parameters(batch)
+    whole = whole + np.where(batch.end_group > 1, 0.0, ends)
+    shards = np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
+    for part in batch.sharded:
+        shards = shards + blocks * part.parameters / part.group
+    optimizer_ways = np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
+    parameters, gradients, optimizer = state_bytes(whole, shards, batch.precision, optimizer_ways)
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": _gathered(batch, blocks),
+        "buffers": np.where(batch.data_ranks * batch.pp > 1, laws.buffer_bytes, 0.0) + 0 * blocks,
+    }
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of one microbatch: kept by a block, the embedding and the head; of a block for its backward; logits."""
+
+    block: Floats
+    embedding: Floats
+    head: Floats
+    again: Floats
+    logits: Floats
+
+
+def saved_bytes(batch: Batch, laws: Laws) -> Saved:
+    """What one microbatch keeps, and what comes back for a moment."""
+    facts = batch.facts
+    everything = batch.mean_block(facts.saved_bytes) + eager_bytes(batch, laws)
+    scores = batch.mean_block(facts.score_bytes)
+    inputs = batch.mean_block(facts.output_elements) * batch.precision.compute.num_bytes
+    return Saved(
+        block=kept_bytes(everything, scores, inputs, batch.recompute),
+        embedding=facts.saved_bytes[batch.embedding],
+        head=facts.saved_bytes[batch.head],
+        again=recomputed_bytes(everything, scores, batch.recompute),
+        logits=facts.logits[batch.head] * laws.logit_bytes,
+    )
+
+
+def _gathered(batch: Batch, blocks: Floats) -> Floats:
+    total = 0.0 * blocks
+    for part in batch.sharded:
+        at_work = np.where(part.group > 1, part.parameters, 0.0) * (blocks > 0)
+        kept = np.where(part.keep, blocks * at_work, 0.0)
+        total = total + gathered_bytes(at_work, kept, part.collectives, batch.precision)
+    return total
+
+
+def _head_parameters(batch: Batch) -> Floats:
+    """Parameters of the head on one device; a tied one holds a copy where the embedding is on another rank."""
+    own = batch.facts.parameters[batch.head]
+    copy = batch.facts.parameters[batch.embedding]
+    tied = batch.facts.whole_parameters[batch.head] < 0.5 * batch.facts.whole_parameters[batch.embedding]
+    return np.where(tied & (batch.pp > 1) & ~batch.folded, own + copy, own)
+
+
+def in_flight(batch: Batch) -> Floats:
+    """Stages' activations alive at once on the first, a middle and the last rank, in chunks of a rank's stages.
+
+    1F1B and interleaved: Narayanan et al. 2021; zero bubble: Qi et al. 2023; waves: measured on executed orders
+    (docs/schedule.md). Never more than all microbatches.
+    """
+    ranks, v, m = batch.pp, batch.stages, batch.microbatches
+    kinds = {name: batch.schedule == number for number, name in enumerate(SCHEDULE_KINDS)}
+    looped, deep = kinds["interleaved"], kinds["zb-h2"] & (m >= 2 * ranks - 1)
+    all_at_once = kinds["gpipe"] | kinds["looped-bfs"]
+    full = ranks * v
+    first = np.select([looped, deep, all_at_once], [full + ranks - 1, 2 * ranks - 1, m * v], full)
+    last = np.select([looped, kinds["1f1b"]], [(v - 1) * ranks + 1, 1.0], first)  # the others hold alike on all ranks
+    middle = np.where(batch.pp > 1, np.maximum(first - np.where(looped, 2, 1), last), first)
+    return np.asarray(np.minimum(np.stack([first, middle, last]), m * v))
+
+
+def eager_bytes(batch: Batch, laws: Laws) -> Floats:
+    """What eager kernels of a block keep beyond the tensors that the model's description counts."""
+    norms = batch.mean_block(batch.facts.norm_elements) if batch.stack.norm is Fusion.EAGER else 0.0
+    pointwise = batch.mean_block(batch.facts.activation_elements)
+    eager = laws.eager_activation_bytes if batch.stack.elementwise is Fusion.EAGER else 0.0
+    return np.asarray(norms * laws.eager_norm_bytes + pointwise * eager)

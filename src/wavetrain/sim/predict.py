@@ -1,0 +1,172 @@
+"""From a plan to a `Prediction`: time in named terms, memory by name, power, money; the events on request.
+
+Data-parallel replicas are alike, so one pipeline is simulated whatever the number of devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from wavetrain.cost.compute import peak_rate
+from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cost.money import usd_per_million_tokens
+from wavetrain.cost.power import device_watts
+from wavetrain.model.operator import Attention, Work
+from wavetrain.plan.layout import Recompute
+from wavetrain.plan.plan import Plan
+from wavetrain.schedule.action import COMPUTE, Actions, Kind
+from wavetrain.schedule.evaluate import Costs as OrderCosts
+from wavetrain.schedule.schedules import SCHEDULES, Shape
+from wavetrain.sim import engine
+from wavetrain.sim.batch import Batch, Floats
+from wavetrain.sim.breakdown import breakdown, idle_share
+from wavetrain.sim.engine import Result, StageBytes, StageTimes
+from wavetrain.sim.estimate import Estimate, estimate, straggling
+from wavetrain.sim.gather import gather
+from wavetrain.sim.stages import fullest_rank, peak_parts, stage_bytes, stage_times, static_bytes
+from wavetrain.trace.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to do."""
+
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu: float
+    hfu: float
+    peak_bytes: float  # tensors on the fullest rank
+    reserve_bytes: float  # needed beside them
+    capacity_bytes: float
+    memory: dict[str, float]
+    breakdown: dict[str, float]
+    bubble_fraction: float
+    power_w_per_device: float
+    tokens_per_joule: float
+    usd_per_hour: float
+    usd_per_million_tokens: float
+    error_share: float
+    _result: Result = field(repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes + self.reserve_bytes <= self.capacity_bytes
+
+    @property
+    def error_band(self) -> tuple[float, float]:
+        """Step times between which four of five published runs lay, relative to what was predicted for them."""
+        return self.step_s / (1 + self.error_share), self.step_s * (1 + self.error_share)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self._result.timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One pipeline of a plan, simulated."""
+
+    actions: Actions
+    sizes: tuple[StageBytes, ...]
+    static: dict[str, Floats]
+    result: Result
+    step_s: float
+
+
+def predict(plan: Plan, laws: Laws | None = None) -> Prediction:
+    """Simulate one step of a plan."""
+    laws = laws or load_laws()
+    batch = gather([plan])
+    found = estimate(batch, laws)
+    run = simulate(plan, batch, found, laws)
+    terms = breakdown(plan, found, run.result, run.step_s)
+    step_s = sum(terms.values())
+    rank, reserve = fullest_rank(run.static, run.result, laws)
+    devices, tokens = plan.layout.num_devices, plan.layout.global_batch * plan.seq_len
+    model_flops, repeated_flops = step_flops(plan)
+    peak = peak_rate(plan.cluster.device, plan.precision.products) * devices
+    watts = device_watts(plan.cluster.device, terms, laws)
+    usd = plan.cluster.device.usd_per_hour * devices
+    return Prediction(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        tokens_per_s_per_device=tokens / step_s / devices,
+        mfu=model_flops / step_s / peak,
+        hfu=(model_flops + repeated_flops) / step_s / peak,
+        peak_bytes=run.result.peak_bytes[rank],
+        reserve_bytes=reserve,
+        capacity_bytes=float(plan.cluster.device.memory_bytes),
+        memory=peak_parts(rank, run.static, run.result, run.actions, run.sizes),
+        breakdown=terms,
+        bubble_fraction=idle_share(run.result),
+        power_w_per_device=watts,
+        tokens_per_joule=tokens / step_s / devices / watts,
+        usd_per_hour=usd,
+        usd_per_million_tokens=usd_per_million_tokens(usd, tokens / step_s),
+        error_share=laws.error_share,
+        _result=run.result,
+    )
+
+
+def simulate(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
+    """Run the plan's actions; what happens once per step follows on every rank, waiting for slow nodes last."""
+    times, sizes = stage_times(plan, found), stage_bytes(plan, batch, laws)
+    actions = plan_actions(plan, times)
+    static = static_bytes(plan, batch, laws)
+    held = np.asarray(sum(static.values())).tolist()
+    tail = tuple((name, float(value[0])) for name, value in found.tail.items())
+    program = engine.compile(actions)
+    once = engine.run(program, times, sizes, static_bytes=held, tail=[tail] * plan.layout.pp)
+    slow = (*tail, ("stragglers", float(straggling(batch, laws)[0]) * once.makespan_s))
+    result = engine.run(program, times, sizes, static_bytes=held, tail=[slow] * plan.layout.pp)
+    step_s = result.makespan_s if plan.stack.barrier else period_seconds(actions, times, result, tail=slow)
+    return Simulation(actions, sizes, static, result, step_s)
+
+
+def period_seconds(
+    actions: Actions, times: tuple[StageTimes, ...], result: Result, *, tail: tuple[tuple[str, float], ...]
+) -> float:
+    """From one step to the next where no rank waits for all others: each begins anew when it has ended.
+
+    Ranks start in the same staggered way each time, so the longest span of a rank decides (Qi et al. 2023, section 4).
+    """
+    last = 0.0
+    for rank, starts in enumerate(result.starts_s):
+        stage, kind, _ = next(a for a in reversed(actions.ranks[rank]) if a.kind in COMPUTE)
+        t = times[stage]
+        took = {Kind.F: t.f, Kind.I: t.i, Kind.W: t.w, Kind.B: t.i + t.w}[kind]
+        last = max(last, starts[-1] + took - starts[0])
+    return last + sum(seconds for _, seconds in tail)
+
+
+def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
+    """The order that the plan's schedule draws up; those that fill gaps look at the times."""
+    shape = plan.shape
+    costs = OrderCosts(
+        f=tuple(t.f for t in times),
+        i=tuple(t.i for t in times),
+        w=tuple(t.w for t in times),
+        transfer=max(t.send_f + 2 * t.message_s for t in times),
+    )
+    return SCHEDULES[plan.layout.schedule].order(
+        Shape(shape.ranks, shape.microbatches, chunks=shape.chunks, waves=shape.waves, costs=costs)
+    )
+
+
+def step_flops(plan: Plan) -> tuple[float, float]:
+    """FLOPs of a step that the model needs (attention counted whole, PaLM's convention), and of what is repeated."""
+    work = Work(plan.seq_len, plan.layout.microbatch, plan.precision.compute)
+    microbatches = plan.layout.num_microbatches * plan.layout.dp
+    needed = plan.model.forward_flops(work) + plan.model.backward_flops(work)
+    again = 0.0
+    for layer in plan.model.layers[1:-1]:
+        for operator in layer.operators:
+            full = plan.recompute is Recompute.FULL
+            scores = plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)
+            if full or scores:
+                again += plan.model.counts[layer.name] * operator.forward_flops(work)
+    return microbatches * needed, microbatches * again

@@ -1,0 +1,101 @@
+"""What the actions of each stage take and hold, for the event simulation of one plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from wavetrain.cost.laws import Laws
+from wavetrain.plan.plan import Plan
+from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
+from wavetrain.sim.batch import Batch, Floats
+from wavetrain.sim.engine import Result, StageBytes, StageTimes
+from wavetrain.sim.estimate import Estimate
+from wavetrain.sim.memory import Place, reserve_bytes, saved_bytes, static_parts
+
+
+def stage_times(plan: Plan, found: Estimate) -> tuple[StageTimes, ...]:
+    """Seconds of every stage's actions; a second copy of the model has the same."""
+    block, wire_s, host_s = found.block, float(found.message.wire_s[0]), float(found.message.host_s[0])
+    f, i, w = float(block.f_s[0]), float(block.i_s[0]), float(block.weight_s[0])
+    overlapped = plan.stack.message_overlap
+    made = []
+    for stage in range(plan.placement.num_stages):
+        count = plan.cut[stage % len(plan.cut)]
+        parts = np.array([count * f, count * i, count * w])
+        if plan.placement.is_first(stage):
+            parts += _end(found.embedding.f_s, found.embedding.i_s, found.embedding.w_s)
+        if plan.placement.is_last(stage):
+            parts += _end(found.head.f_s, found.head.i_s, found.head.w_s)
+        send_s = wire_s if overlapped else 0.0
+        launch_s = (host_s if overlapped else host_s + wire_s) / 2  # half on either side
+        own_f, own_i, own_w = map(float, parts)
+        made.append(StageTimes(own_f, own_i, own_w, send_f=send_s, send_b=send_s, message_s=launch_s))
+    return tuple(made)
+
+
+def _end(*parts: Floats) -> Floats:
+    return np.array([part[0] for part in parts])
+
+
+def stage_bytes(plan: Plan, batch: Batch, laws: Laws) -> tuple[StageBytes, ...]:
+    """Bytes of every stage's actions."""
+    saved = saved_bytes(batch, laws)
+    made = []
+    for stage in range(plan.placement.num_stages):
+        count = plan.cut[stage % len(plan.cut)]
+        first, last = plan.placement.is_first(stage), plan.placement.is_last(stage)
+        kept = count * saved.block[0] + first * saved.embedding[0] + last * saved.head[0]
+        logits = float(last * saved.logits[0])
+        again = float(saved.again[0]) if count else 0.0
+        made.append(
+            StageBytes(saved=float(kept), saved_for_w=float(kept), transient_f=logits, transient_b=max(logits, again))
+        )
+    return tuple(made)
+
+
+def rank_places(plan: Plan) -> Place:
+    """Every rank of one plan's pipeline as a place."""
+    ranks, placement = plan.layout.pp, plan.placement
+    first, last = np.zeros((ranks, 1)), np.zeros((ranks, 1))
+    for stage, rank in enumerate(placement.ranks):
+        first[rank] += placement.is_first(stage)
+        last[rank] += placement.is_last(stage)
+    return Place(np.array(plan.blocks_by_rank, dtype=np.float64)[:, None], first, last)
+
+
+def static_bytes(plan: Plan, batch: Batch, laws: Laws) -> dict[str, Floats]:
+    """Bytes that each rank holds all through a step, by name."""
+    return {name: value[:, 0] for name, value in static_parts(batch, rank_places(plan), laws).items()}
+
+
+def fullest_rank(static: dict[str, Floats], result: Result, laws: Laws) -> tuple[int, float]:
+    """The rank that needs most, and what it needs beside its tensors."""
+    held = np.asarray(sum(static.values()))
+    peaks = np.array(result.peak_bytes)
+    reserve = reserve_bytes(peaks - held, laws)
+    rank = int((peaks + reserve).argmax())
+    return rank, float(reserve[rank])
+
+
+def peak_parts(
+    rank: int, static: dict[str, Floats], result: Result, actions: Actions, sizes: tuple[StageBytes, ...]
+) -> dict[str, float]:
+    """The bytes of a rank's peak by name; they sum to it exactly."""
+    parts = {name: float(value[rank]) for name, value in static.items()}
+    passing = result.peak_bytes[rank] - sum(parts.values())
+    running = running_at(rank, result, actions)
+    momentary = 0.0
+    if running is not None:
+        size = sizes[running.stage]
+        momentary = size.transient_f if running.kind is Kind.F else size.transient_b
+    return parts | {"activations": passing - momentary, "working": momentary}
+
+
+def running_at(rank: int, result: Result, actions: Actions) -> Action | None:
+    """The compute action that a rank runs when its memory peaks."""
+    starts = result.starts_s[rank]
+    order = [action for action in actions.ranks[rank] if action.kind in COMPUTE]
+    position = bisect_right(starts, result.peak_at_s[rank]) - 1
+    return order[position] if 0 <= position < len(order) else None

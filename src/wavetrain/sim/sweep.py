@@ -1,0 +1,124 @@
+"""From columns of layouts to a `Batch`, without a plan for each: how a search prices a hundred thousand a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from wavetrain.cluster.cluster import Cluster
+from wavetrain.cost.kernels import Split
+from wavetrain.cost.layers import Case, layer_facts
+from wavetrain.model.model import Model
+from wavetrain.model.operator import Work
+from wavetrain.plan.cut import even_cut
+from wavetrain.plan.stack import Precision, Stack
+from wavetrain.schedule.placement import loop, snake
+from wavetrain.sim.batch import Batch, Flags, Floats, Numbers, Sharded
+from wavetrain.sim.estimate import SCHEDULE_KINDS
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of one model on one cluster as columns of equal length; cut evenly, one choice for all layers."""
+
+    tp: Numbers
+    sequence_parallel: Flags
+    cp: Numbers
+    dp: Numbers
+    pp: Numbers
+    schedule: Numbers  # number in SCHEDULE_KINDS
+    stages: Numbers  # per rank
+    microbatch: Numbers
+    microbatches: Numbers
+    recompute: Numbers  # number in RECOMPUTES
+    shard: Numbers  # group that parameters are cut over
+    keep: Flags
+    shard_optimizer: Flags
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, item.name)) for item in fields(self)}
+        if len(lengths) != 1:
+            raise ValueError("columns must have the same length")
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+
+def sweep(
+    model: Model,
+    cluster: Cluster,
+    layouts: Layouts,
+    *,
+    seq_len: int,
+    stack: Stack | None = None,
+    precision: Precision | None = None,
+) -> Batch:
+    """The batch of layouts; equal to gathering a plan for each."""
+    stack, precision = stack or Stack(), precision or Precision()
+    keys = np.stack([layouts.tp, layouts.sequence_parallel, layouts.cp, layouts.microbatch], axis=1).astype(np.int64)
+    unique, row = np.unique(keys, axis=0, return_inverse=True)
+    row = row.reshape(-1)
+    counts = {run.layer: 0 for run in model.order[1:-1]}
+    for run in model.order[1:-1]:
+        counts[run.layer] += run.count
+    names = [model.order[0].layer, *counts, model.order[-1].layer]
+    cases = []
+    for tp, sequence_parallel, cp, microbatch in unique.tolist():
+        work, split = Work(seq_len, microbatch, precision.compute), Split(tp, bool(sequence_parallel), cp)
+        cases += [Case(model.by_name[name], work, split, stack, precision) for name in names]
+    facts = layer_facts(cases)
+    width = len(names)
+    blocks = row[:, None] * width + np.arange(1, width - 1)[None]
+    block_counts = np.broadcast_to(np.array(list(counts.values()), dtype=np.float64), blocks.shape)
+    folded = np.isin(layouts.schedule, [SCHEDULE_KINDS.index(name) for name in ("wave", "wave-zb")])
+    first, most, last = even_blocks(sum(counts.values()), layouts, folded)
+    mean = (facts.parameters[blocks] * block_counts).sum(axis=1) / block_counts.sum(axis=1)
+    shard = layouts.shard.astype(np.float64)
+    part = Sharded(np.where(shard > 1, mean, 0.0), shard, layouts.keep, np.ones(len(layouts)))
+    return Batch(
+        device=cluster.device,
+        tiers=cluster.tiers,
+        node_devices=cluster.node.num_devices,
+        stack=stack,
+        precision=precision,
+        facts=facts,
+        embedding=row * width,
+        blocks=blocks,
+        block_counts=block_counts,
+        head=row * width + width - 1,
+        tp=layouts.tp.astype(np.float64),
+        sequence_parallel=layouts.sequence_parallel,
+        cp=layouts.cp.astype(np.float64),
+        dp=layouts.dp.astype(np.float64),
+        pp=layouts.pp.astype(np.float64),
+        stages=layouts.stages.astype(np.float64),
+        folded=folded & (layouts.pp > 1),
+        first=first,
+        most=most,
+        last=last,
+        microbatches=layouts.microbatches.astype(np.float64),
+        schedule=layouts.schedule,
+        recompute=layouts.recompute,
+        shard_optimizer=layouts.shard_optimizer,
+        sharded=[part],
+        end_group=shard,
+        barrier=np.full(len(layouts), stack.barrier),
+    )
+
+
+def even_blocks(num_blocks: int, layouts: Layouts, folded: Flags) -> tuple[Floats, Floats, Floats]:
+    """Blocks on the rank of the first stage, on the fullest rank and on the rank of the last, when cut evenly."""
+    keys = np.stack([layouts.pp, layouts.stages, folded], axis=1).astype(np.int64)
+    unique, row = np.unique(keys, axis=0, return_inverse=True)
+    found = [_ends(num_blocks, pp, stages, folded=bool(fold)) for pp, stages, fold in unique.tolist()]
+    first, most, last = np.array(found, dtype=np.float64)[row.reshape(-1)].T
+    return first, most, last
+
+
+def _ends(num_blocks: int, ranks: int, stages: int, *, folded: bool) -> tuple[int, int, int]:
+    placement = snake(ranks, stages // 2) if folded else loop(ranks, stages)
+    counts = [0] * ranks
+    for rank, blocks in zip(placement.ranks, even_cut(num_blocks, ranks * stages), strict=True):
+        counts[rank] += blocks
+    return counts[placement.ranks[0]], max(counts), counts[placement.ranks[-1]]
