@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
+from typing import Any
 
 from wavetrain.base.errors import Problem, nearest
 from wavetrain.base.units import DType
-from wavetrain.cluster.cluster import MOST_NODES, Cluster, Group
+from wavetrain.cluster.cluster import MOST_NODES, Cluster
 from wavetrain.model.limits import MOST_LAYERS, MOST_SEQ_LEN, closest, divisors
 from wavetrain.model.model import Model
 from wavetrain.model.operator import Attention, Operator, slice_counts
@@ -25,7 +26,12 @@ from wavetrain.schedule.schedules import SCHEDULES, Shape
 
 MOST_SIZE = 2**31
 MOST_STATE_BYTES = 64
-MOST_DEVICES = 1_000_000  # in one node or tier
+LEAST, MOST = 1e-12, 1e30  # of any number in a cluster, but for these
+MOST_OF = {"count": MOST_NODES, "num_devices": 1_000_000, "size": 1_000_000}
+MAY_BE_0 = (
+    *("host_w", "idle_w", "busy_w", "limit_w", "usd_per_hour", "inner_half"),
+    *("latency_s", "start_s", "ramp_s", "congestion", "multicast"),
+)
 MOST_LISTED = 4096  # tensor-parallel degrees tried for the list of legal ones
 MOST_STAGES = 4 * (MOST_LAYERS + 2)  # beyond, a placement is not even drawn up
 DEGREES = ("tp", "cp", "dp", "pp")
@@ -58,7 +64,7 @@ Rule = Callable[[_Checked], Iterator[Problem]]
 
 def check(plan: Plan) -> list[Problem]:
     """All that is wrong with a plan; nothing if it can be priced and run."""
-    found = [*_sizes(plan), *_choice_sizes(plan), *_cut_sizes(plan), *_cluster(plan), *_schedule(plan)]
+    found = [*_sizes(plan), *_cluster(plan), *_schedule(plan)]
     roots = (re.split(r"[.\[]", problem.key)[0] for problem in found)
     checked = _Checked(plan, frozenset([*roots, *(problem.key for problem in found)]))
     return [*found, *(problem for rule in RULES for problem in rule(checked))]
@@ -94,8 +100,9 @@ def _problem(
     )
 
 
-def _is_whole(value: object, *, least: int = 1, most: int = MOST_SIZE) -> bool:
-    return type(value) is int and least <= value <= most
+def _whole(key: str, value: object, *, least: int = 1, most: int = MOST_SIZE, near: int = 1) -> Iterator[Problem]:
+    if type(value) is not int or not least <= value <= most:
+        yield _problem(key, value, f"must be a whole number from {least} to {most:,}", near=(near,))
 
 
 def _multiples(value: int, unit: int, *, most: int) -> tuple[int, ...]:
@@ -109,36 +116,20 @@ def _multiples(value: int, unit: int, *, most: int) -> tuple[int, ...]:
 
 def _sizes(plan: Plan) -> Iterator[Problem]:
     for name in SIZES:
-        value = getattr(plan.layout, name)
-        if not _is_whole(value):
-            yield _problem(f"layout.{name}", value, f"must be a whole number from 1 to {MOST_SIZE:,}", near=(1,))
-    if not _is_whole(plan.seq_len, most=MOST_SEQ_LEN):
-        rule = f"must be a whole number from 1 to {MOST_SEQ_LEN:,}"
-        yield _problem("seq_len", plan.seq_len, rule, near=(plan.model.seq_len,))
-    state_bytes = plan.precision.state_bytes
-    if not _is_whole(state_bytes, least=0, most=MOST_STATE_BYTES):
-        rule = f"must be a whole number from 0 to {MOST_STATE_BYTES}"
-        yield _problem("precision.state_bytes", state_bytes, rule, near=(12,), remedy="12 for Adam, 4 for plain SGD")
+        yield from _whole(f"layout.{name}", getattr(plan.layout, name))
+    yield from _whole("seq_len", plan.seq_len, most=MOST_SEQ_LEN, near=plan.model.seq_len)
+    yield from _whole("precision.state_bytes", plan.precision.state_bytes, least=0, most=MOST_STATE_BYTES, near=12)
+    for key, choice in _each_choice(plan):
+        yield from _whole(f"{key}.shard", choice.shard)
+        yield from _whole(f"{key}.slices", choice.slices)
+    for stage, count in enumerate(plan.cut):
+        yield from _whole(f"cut[{stage}]", count, least=0, near=0)
 
 
 def _each_choice(plan: Plan) -> Iterator[tuple[str, Choice]]:
     yield "choice", plan.choice
     for position, item in enumerate(plan.choices):
         yield f"choices[{position}].choice", item.choice
-
-
-def _choice_sizes(plan: Plan) -> Iterator[Problem]:
-    for key, choice in _each_choice(plan):
-        for name in ("shard", "slices"):
-            value = getattr(choice, name)
-            if not _is_whole(value):
-                yield _problem(f"{key}.{name}", value, f"must be a whole number from 1 to {MOST_SIZE:,}", near=(1,))
-
-
-def _cut_sizes(plan: Plan) -> Iterator[Problem]:
-    for stage, count in enumerate(plan.cut):
-        if not _is_whole(count, least=0):
-            yield _problem(f"cut[{stage}]", count, f"must be a whole number from 0 to {MOST_SIZE:,}", near=(0,))
 
 
 def _schedule(plan: Plan) -> Iterator[Problem]:
@@ -168,26 +159,18 @@ def _cluster(plan: Plan) -> Iterator[Problem]:
         yield _problem("cluster", cluster.name, rule)
 
 
-def _unsound(group: Group, key: str) -> Iterator[Problem]:
-    node, device = group.node, group.node.device
-    yield from _outside(f"{key}.count", group.count, MOST_NODES)
-    yield from _outside(f"{key}.node.num_devices", node.num_devices, MOST_DEVICES)
-    sizes = ("memory_bytes", "memory_bytes_per_s", "matmul_efficiency", "memory_efficiency")
-    rates = {f"peak.{name}": rate for name, rate in device.peak.known().items()}
-    for name, value in {**{name: getattr(device, name) for name in sizes}, **rates}.items():
-        yield from _outside(f"{key}.node.device.{name}", value)
-    for position, tier in enumerate(node.tiers):
-        yield from _outside(f"{key}.node.tiers[{position}].size", tier.size, MOST_DEVICES)
-        yield from _outside(f"{key}.node.tiers[{position}].bytes_per_s", tier.bytes_per_s)
-        yield from _outside(f"{key}.node.tiers[{position}].efficiency", tier.efficiency)
-    if node.network:
-        for name in ("nics", "nic_bytes_per_s", "efficiency", "oversubscription"):
-            yield from _outside(f"{key}.node.network.{name}", getattr(node.network, name))
-
-
-def _outside(key: str, value: float, most: float = 1e30) -> Iterator[Problem]:
-    if not 0 < value <= most:
-        yield _problem(key, value, f"must be more than 0, and {most:,.10g} at most")
+def _unsound(value: Any, key: str) -> Iterator[Problem]:
+    """Numbers inside a group of nodes that no machine has."""
+    for name, inner in ((item.name, getattr(value, item.name)) for item in fields(value)):
+        if is_dataclass(inner):
+            yield from _unsound(inner, f"{key}.{name}")
+        elif isinstance(inner, tuple):
+            for position, part in enumerate(inner):
+                yield from _unsound(part, f"{key}.{name}[{position}]")
+        elif isinstance(inner, int | float) and not isinstance(inner, bool):
+            least, most = 0.0 if name in MAY_BE_0 else LEAST, MOST_OF.get(name, MOST)
+            if not least <= inner <= most:
+                yield _problem(f"{key}.{name}", inner, f"must be a number from {least:g} to {most:g}")
 
 
 # --- devices and batch ---
@@ -456,8 +439,9 @@ def _cut(checked: _Checked) -> Iterator[Problem]:
     if placement is None or not checked.good("cut"):
         return
     cut, depth = plan.cut, placement.depth
-    possible = depth <= blocks + 2 and (can_be_cut(plan.model) or depth == 1)
-    near = (_listed(even_cut(blocks, depth)),) if possible else ()
+    if depth > (blocks + 2 if can_be_cut(plan.model) else 1):
+        return  # no cut would be right
+    near = (_listed(even_cut(blocks, depth)),)
     if len(cut) != depth:
         rule = f"must have one entry for each of the {depth} stages, not {len(cut)}"
         yield _problem("cut", _listed(cut), rule, near=near)

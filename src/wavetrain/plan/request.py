@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.units import DType
@@ -60,6 +60,9 @@ def plan_of(request: Request) -> Plan:
     for word in request.overlap:
         _word("--overlap", word, (*OVERLAPS, "none"), problems)
     group = _group(request, layout, problems)
+    if layout.pp > request.model.num_layers:
+        rule = f"{layout.pp} stages are more than the {request.model.num_layers} layers of {request.model.name}"
+        problems.append(Problem(where="--pp", rule=rule))
     if problems:
         raise InputError(problems)
     compute = DType.BF16 if products == "fp8" else DType(products)
@@ -84,8 +87,18 @@ def plan_of(request: Request) -> Plan:
     )
     broken = check(plan)
     if broken:
-        raise InputError(broken)
+        raise InputError([_as_option(problem) for problem in broken])
     return plan
+
+
+OPTIONS = {"layout.shard_optimizer": "--zero1", "precision.products": "--precision", "precision.compute": "--precision"}
+
+
+def _as_option(problem: Problem) -> Problem:
+    """A rule that a plan breaks, under the option that said it."""
+    option = OPTIONS.get(problem.key, f"--{problem.key.rpartition('.')[2].replace('_', '-')}")
+    value = "" if problem.value is None else f"{problem.value}: "
+    return replace(problem, where=option, key="", value=None, rule=f"{value}{problem.rule}")
 
 
 def _layout(request: Request, problems: list[Problem]) -> Layout:
@@ -115,7 +128,7 @@ def _remaining(request: Request, problems: list[Problem]) -> int:
     if devices % others:
         rule = f"tp {request.tp} x cp {request.cp} x pp {request.pp} = {others} does not divide the {devices} devices"
         legal = tuple(str(n) for n in range(1, devices + 1) if devices % n == 0)
-        problems.append(Problem(where="--tp, --pp, --cp", rule=rule, legal=legal, remedy="or say --dp"))
+        problems.append(Problem(where="--tp, --pp, --cp", rule=rule, legal=legal))
         return 1
     return devices // others
 
@@ -128,7 +141,7 @@ def _group(request: Request, layout: Layout, problems: list[Problem]) -> int:
         return layout.dp
     if text == "node":
         return max(1, min(layout.dp, request.cluster.node.num_devices // (layout.tp * layout.cp)))
-    if text.isascii() and text.isdigit() and 1 <= int(text) <= layout.dp:
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= layout.dp and layout.dp % int(text) == 0:
         return int(text)
     legal = (*(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0), *SHARD_WORDS)
     problems.append(Problem(where="--shard", rule=f"{text}: must divide dp {layout.dp}, or be a word", legal=legal))

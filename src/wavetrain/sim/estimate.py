@@ -30,6 +30,7 @@ SCHEDULE_KINDS = (
     "zb-h2",
     "interleaved-zb",
     "wave-zb",
+    "zb-v",
     "chimera",
 )
 
@@ -69,6 +70,7 @@ class EndTimes:
     f_s: Floats
     i_s: Floats
     w_s: Floats
+    shard_s: Floats  # the part of them that gathers and scatters shards
 
     @property
     def total_s(self) -> Floats:
@@ -190,7 +192,10 @@ def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: L
     if head and not batch.stack.logits_parallel:
         size = batch.facts.logits[case] * batch.precision.compute.num_bytes
         forward_s = forward_s + seconds(Collective.ALL_GATHER, size, Span(batch.tp, 1.0), batch.tiers)
-    return EndTimes(forward_s, parts[:, 1] + (one_s if head else 0.0), parts[:, 2])
+    if head:
+        return EndTimes(forward_s, parts[:, 1] + one_s, parts[:, 2], 0.0 * one_s)
+    gather_s, scatter_s = end_shard_seconds(batch)
+    return EndTimes(forward_s + gather_s, parts[:, 1] + scatter_s, parts[:, 2], gather_s + scatter_s)
 
 
 def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
@@ -238,6 +243,17 @@ def shard_seconds(batch: Batch, forward_s: Floats, backward_s: Floats, laws: Law
     return exposed(gather_f_s, forward_s, share), exposed(gather_b_s, backward_s, share)
 
 
+def end_shard_seconds(batch: Batch) -> tuple[Floats, Floats]:
+    """Gathering the embedding before a forward and scattering its gradient after a backward, once per microbatch.
+
+    Nothing runs beside them: one is the first thing in a step, the other the last. The head's hide behind its products.
+    """
+    size, span = batch.facts.parameters[batch.embedding], Span(batch.end_group, batch.tp * batch.cp)
+    gather_s = seconds(Collective.ALL_GATHER, size * batch.precision.compute.num_bytes, span, batch.tiers)
+    scatter_s = seconds(Collective.REDUCE_SCATTER, size * batch.precision.gradients.num_bytes, span, batch.tiers)
+    return np.asarray(gather_s), np.asarray(scatter_s)
+
+
 # --- the pipeline ---
 
 
@@ -273,7 +289,9 @@ def _pipeline_terms(
         "sharding": block.shard_f_s + block.shard_b_s,
     }
     terms = {name: m * blocks * value for name, value in per_block.items()}
-    terms["compute"] = terms["compute"] + m * ends_s
+    ends_shard_s = np.where((which == 0) | (which == 3), embedding.shard_s, 0.0)
+    terms["compute"] = terms["compute"] + m * (ends_s - ends_shard_s)
+    terms["sharding"] = terms["sharding"] + m * ends_shard_s
     terms["bubble"] = bubble_seconds(batch, block, whole, slowest)
     terms["transfer"] = np.where(
         single, 0.0, 2 * (m * batch.stages * message.steady_s(batch) + (batch.pp - 1) * message.total_s)
@@ -292,7 +310,7 @@ def bubble_seconds(batch: Batch, block: BlockTimes, whole_s: Floats, slowest_s: 
     late = np.where(batch.barrier, f, 0.0)  # ranks start one after the other, and so end where none waits for all
     as_h1 = kinds["zb-h1"] | kinds["interleaved-zb"] | (kinds["zb-h2"] & (batch.microbatches < 2 * ranks - 1))
     found = np.select(
-        [kinds["wave"], as_h1, kinds["zb-h2"], kinds["wave-zb"], kinds["chimera"]],
+        [kinds["wave"], as_h1, kinds["zb-h2"], kinds["wave-zb"] | kinds["zb-v"], kinds["chimera"]],
         [
             idle_ranks * 2 * np.maximum(f, i + w),
             idle_ranks * np.maximum(np.maximum(f + i - w, i), late) + uneven,
@@ -322,13 +340,12 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     scatter_s = np.asarray(seconds(Collective.REDUCE_SCATTER, np.where(zero1, size, 0.0), group, batch.tiers))
     gather_bytes = np.where(zero1, whole_parameters * precision.compute.num_bytes, 0.0)
     gather_s = np.asarray(seconds(Collective.ALL_GATHER, gather_bytes, group, batch.tiers))
-    reduction_s = reduce_s + scatter_s
-    replicas_s = replica_seconds(batch)
+    reduction_s = reduce_s + scatter_s + replica_seconds(batch)
     if batch.stack.gradient_overlap:
         reduction_s = exposed(reduction_s, blocks * block.b_s, laws.gradient_exposed)
         gather_s = gather_s * laws.gradient_exposed
     return {
-        "reduction": reduction_s + replicas_s,
+        "reduction": reduction_s,
         "gather": gather_s,
         "optimizer": optimizer_seconds(batch, whole_parameters, blocks, laws),
         "host": np.full(len(batch.tp), laws.step_s),

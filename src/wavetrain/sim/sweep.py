@@ -71,7 +71,7 @@ def sweep(
     width = len(names)
     blocks = row[:, None] * width + np.arange(1, width - 1)[None]
     block_counts = np.broadcast_to(np.array(list(counts.values()), dtype=np.float64), blocks.shape)
-    folded = np.isin(layouts.schedule, [SCHEDULE_KINDS.index(name) for name in ("wave", "wave-zb")])
+    folded = np.isin(layouts.schedule, [SCHEDULE_KINDS.index(name) for name in ("wave", "wave-zb", "zb-v")])
     first, most, last = even_blocks(sum(counts.values()), layouts, folded)
     mean = (facts.parameters[blocks] * block_counts).sum(axis=1) / block_counts.sum(axis=1)
     shard = layouts.shard.astype(np.float64)

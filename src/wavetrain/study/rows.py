@@ -25,7 +25,7 @@ from wavetrain.cost.laws import load_laws
 from wavetrain.model.architecture import Architecture, Stretch
 from wavetrain.model.model import Model
 from wavetrain.model.transformer import build
-from wavetrain.plan.cut import even_cut
+from wavetrain.plan.cut import counted_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, Stack
@@ -149,7 +149,7 @@ def plan_of(row: Row) -> tuple[Plan, tuple[str, ...]]:
         model=model,
         cluster=cluster,
         layout=layout,
-        cut=even_cut(blocks, num_stages(layout)),
+        cut=counted_cut(blocks, num_stages(layout)),
         seq_len=model.seq_len,
         recompute=recompute,
         choice=choice,
