@@ -47,7 +47,7 @@ SOFTWARE: dict[str, tuple[float, float]] = {
     "message_s": (80e-6, 0.7),
     "step_s": (3e-3, 0.5),
     "link_exposed": (0.6, 0.3),
-    "network_exposed": (0.4, 0.3),
+    "network_exposed": (0.5, 0.3),
     "gradient_exposed": (0.5, 0.5),
     "tensor_exposed": (0.2, 0.5),
     "context_exposed": (0.3, 0.4),

@@ -78,8 +78,8 @@ def test_ring_latency_is_linear_and_others_logarithmic():
         return np.diff(seconds(kind, 1.0, Span(ranks, 1), tiers, **how))
 
     per_node = growth(AG) / np.diff(ranks / 8)
-    assert per_node == pytest.approx(np.full(5, 7 * tiers[0].latency_s + tiers[1].latency_s))
-    assert per_node[0] == pytest.approx(21e-6, rel=0.15)  # fitted to whole training steps elsewhere
+    assert per_node == pytest.approx(np.full(5, 7 * tiers[0].relay_s + tiers[1].latency_s))
+    assert 20e-6 < per_node[0] < 38e-6  # 21 us fitted to whole training steps elsewhere, 37.8 us by NCCL's own table
     assert growth(AR) == pytest.approx(np.full(5, 6 * tiers[1].latency_s))
     assert growth(AG, algorithms=("pat",)) == pytest.approx(np.full(5, tiers[1].latency_s))
 

@@ -10,7 +10,7 @@ from wavetrain.cost.memory import gathered_bytes, kept_bytes, recomputed_bytes, 
 from wavetrain.plan.stack import Precision
 
 MIXED = Precision()  # bf16, gradients in fp32, Adam's 12
-FP32 = Precision(compute=DType.FP32, products=DType.FP32, gradients=DType.FP32, state_bytes=8)
+FP32 = Precision(compute=DType.FP32, products=DType.FP32, gradients=DType.FP32)
 HALF = Precision(gradients=DType.BF16)
 
 
@@ -24,7 +24,7 @@ def per_parameter(precision, *, shards=None, ways=1):
 def test_replicated():
     assert per_parameter(MIXED) == [2, 4, 12]
     assert per_parameter(HALF) == [2, 2, 12]  # the 16 bytes of Rajbhandari et al. 2020
-    assert per_parameter(FP32) == [4, 4, 8]
+    assert per_parameter(FP32) == [4, 4, 8]  # the parameters are the master copy
 
 
 def test_sharded_optimizer():

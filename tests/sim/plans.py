@@ -24,7 +24,8 @@ LAWS = load_laws()
 IDEAL = replace(LAWS, launch_s=0.0, gap_s=0.0, message_s=0.0, tensor_host_s=0.0, recompute_host_s=0.0, step_s=0.0)
 CHUNKED = ("interleaved", "looped-bfs", "interleaved-zb")
 WAVED = ("wave", "wave-zb")
-HALF_ONLY = ("fp16",)  # V100 and TITAN have no bf16
+FOLDED = (*WAVED, "zb-v")  # first and last stage on one rank
+GREEDY = ("wave-zb", "zb-v")  # orders that are drawn up by looking at times
 
 
 @cache

@@ -26,13 +26,16 @@ from wavetrain.sim.stages import (
     static_bytes,
 )
 
-PLAN = plan_of(model_of("gpt3-125m", 14), "dgx-a100", global_batch=16, pp=4, seq_len=1024)
+PLAN = plan_of(model_of("gpt3-125m", 14), "dgx-a100", global_batch=16, pp=4, seq_len=1024, cut=(3, 4, 4, 3))
+
+
+def timed(plan, found):
+    return stage_times(plan, gather([plan]), found)
 
 
 def test_a_stage_is_its_blocks_and_the_ends():
-    found, times = priced(PLAN), stage_times(PLAN, priced(PLAN))
+    found, times = priced(PLAN), timed(PLAN, priced(PLAN))
     f, i, w = (float(value[0]) for value in (found.block.f_s, found.block.i_s, found.block.weight_s))
-    assert PLAN.cut == (3, 4, 4, 3)
     assert (times[1].f, times[1].i, times[1].w) == pytest.approx((4 * f, 4 * i, 4 * w))
     assert times[0].f == pytest.approx(3 * f + found.embedding.f_s[0])
     assert times[3].i == pytest.approx(3 * i + found.head.i_s[0])
@@ -42,7 +45,7 @@ def test_a_stage_is_its_blocks_and_the_ends():
 @settings(max_examples=40)
 @given(plans())
 def test_all_stages_together_are_the_model(plan):
-    found, times = priced(plan), stage_times(plan, priced(plan))
+    found, times = priced(plan), timed(plan, priced(plan))
     copies = plan.placement.num_stages // plan.placement.depth
     blocks = sum(plan.cut)
     whole = blocks * (found.block.f_s + found.block.b_s)[0] + (found.embedding.total_s + found.head.total_s)[0]
@@ -50,8 +53,8 @@ def test_all_stages_together_are_the_model(plan):
 
 
 def test_messages_beside_compute_or_on_both_ends():
-    apart = stage_times(PLAN, priced(PLAN))
-    beside = stage_times(replace(PLAN, stack=Stack(message_overlap=True)), priced(PLAN))
+    apart = timed(PLAN, priced(PLAN))
+    beside = timed(replace(PLAN, stack=Stack(message_overlap=True)), priced(PLAN))
     message = priced(PLAN).message
     assert apart[0].send_f == apart[0].send_b == 0
     assert 2 * apart[0].message_s == pytest.approx((message.wire_s + message.host_s)[0])

@@ -80,6 +80,8 @@ class Tier:
     start_s: float = START_S  # of every collective that reaches this tier
     ramp_s: float = RAMP_S  # filling the pipeline of a long transfer; a shorter one runs at half rate
     congestion: float = 0.0  # rate lost per doubling of the domains joined
+    tree: bool = True  # all-reduces may run as trees over this tier
+    relay_s: float | None = None  # a step inside this tier of a ring that goes on beyond it; None: as latency_s
     multicast: float = 0.0  # share of the achieved rate when the switch reduces (NVLS); 0 = it can't
     pair_bytes_per_s: float | None = None  # direct links: what a pair alone has; None = a switch
 
@@ -94,7 +96,8 @@ class Network:
     latency_s: float
     pod_nodes: int | None = None
     oversubscription: float = 1.0
-    efficiency: float = NETWORK_EFFICIENCY  # these four as in `Tier`
+    tree: bool = True  # this and the next four as in `Tier`
+    efficiency: float = NETWORK_EFFICIENCY
     start_s: float = START_S
     ramp_s: float = RAMP_S
     congestion: float = 0.0
@@ -208,6 +211,7 @@ def _network_tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:
         start_s=network.start_s,
         ramp_s=network.ramp_s,
         congestion=network.congestion,
+        tree=network.tree,
     )
     if pod == num_nodes:
         return (fabric,)
@@ -227,4 +231,5 @@ def _slowest(tiers: list[Tier], num_devices: int) -> Tier:
         start_s=max(tier.start_s for tier in tiers),
         ramp_s=max(tier.ramp_s for tier in tiers),
         congestion=max(tier.congestion for tier in tiers),
+        tree=all(tier.tree for tier in tiers),
     )

@@ -281,6 +281,7 @@ def _attention(f: Fields) -> AttentionRates:
 
 def _tier(f: Fields) -> Tier:
     pair = f.number("pair_gb_per_s", least=1e-6, most=1e9, default=None)
+    relay = f.number("relay_us", most=1e9, default=None)
     tier = Tier(
         name=f.text("name"),
         size=f.whole("size", least=2, most=MOST_DEVICES),
@@ -288,6 +289,8 @@ def _tier(f: Fields) -> Tier:
         latency_s=shifted(f.number("latency_us", most=1e9), -6),
         across_nodes=f.flag("across_nodes", default=False),
         multicast=f.number("multicast", most=1.0, default=0.0),
+        tree=f.flag("tree", default=True),
+        relay_s=None if relay is None else shifted(relay, -6),
         pair_bytes_per_s=None if pair is None else shifted(pair, 9),
         **_collective(f, efficiency=LINK_EFFICIENCY),
     )
@@ -311,6 +314,7 @@ def _network(f: Fields) -> Network:
         nics=f.whole("nics", most=10_000),
         nic_bytes_per_s=shifted(f.number("nic_gbit_per_s", least=1e-6, most=1e9), 9) / 8,
         latency_s=shifted(f.number("latency_us", most=1e9), -6),
+        tree=f.flag("tree", default=True),
         pod_nodes=f.whole("pod_nodes", most=MOST_NODES, default=None),
         oversubscription=f.number("oversubscription", least=1.0, most=1000.0, default=1.0),
         **_collective(f, efficiency=NETWORK_EFFICIENCY),

@@ -88,8 +88,11 @@ def _tier(tier: Tier) -> dict[str, Any]:
         "latency_us": shifted(tier.latency_s, 6),
         "across_nodes": tier.across_nodes,
         "multicast": tier.multicast,
+        "tree": tier.tree,
         **_collective(tier),
     }
+    if tier.relay_s is not None:
+        data["relay_us"] = shifted(tier.relay_s, 6)
     if tier.pair_bytes_per_s is not None:
         data["pair_gb_per_s"] = shifted(tier.pair_bytes_per_s, -9)
     return data
@@ -110,6 +113,7 @@ def _network(network: Network) -> dict[str, Any]:
         "nics": network.nics,
         "nic_gbit_per_s": shifted(network.nic_bytes_per_s * 8, -9),
         "latency_us": shifted(network.latency_s, 6),
+        "tree": network.tree,
         **_collective(network),
     }
     if network.pod_nodes:

@@ -48,6 +48,7 @@ class Reach:
     tier: Tier
     inner: Floats
     outer: Floats
+    whole: Floats  # members of the group
 
     @property
     def parts(self) -> Floats:
@@ -85,7 +86,7 @@ def reaches(span: Span, tiers: Sequence[Tier]) -> tuple[Reach, ...]:
     for tier in tiers:
         whole = ranks + 0 * inner
         outer = whole if tier is tiers[-1] else np.clip(tier.size // stride, inner, whole)
-        found.append(Reach(tier, inner, outer))
+        found.append(Reach(tier, inner, outer, whole))
         inner = outer
     return tuple(found)
 
@@ -129,14 +130,21 @@ def _only(allowed: bool | NDArray[np.bool_], time_s: Floats) -> Floats:
 def ring(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> Floats:
     """Every rank passes on to its neighbour: (ranks - 1) / ranks of the tensor, latency linear in ranks.
 
-    NCCL's ring: of the steps of a round, those between domains of a tier pay that tier's latency.
+    NCCL's ring: of the steps of a round, those between domains of a tier pay that tier's latency; inside a ring that
+    goes on beyond it, the one of the slower protocol that reaches further (`relay_s`).
     """
     ranks = group[-1].outer
-    steps_s = _total([(ranks / r.inner - ranks / r.outer) * r.tier.latency_s for r in group])
+    steps_s = _total([(ranks / r.inner - ranks / r.outer) * _step_s(r) for r in group])
     wire_bytes = num_bytes * (ranks - 1) / ranks
     rounds = _ROUNDS.get(kind, 1.0)
     time_s = _pipelined(rounds * steps_s, rounds * wire_bytes / _bus_bytes_per_s(group), group)
     return _only(kind in _ROUNDS, time_s)
+
+
+def _step_s(reach: Reach) -> Floats:
+    beyond = reach.whole > reach.outer
+    relay_s = reach.tier.latency_s if reach.tier.relay_s is None else reach.tier.relay_s
+    return np.where(beyond, relay_s, reach.tier.latency_s)
 
 
 def _levels_s(group: tuple[Reach, ...]) -> Floats:
@@ -150,7 +158,11 @@ def tree(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> Float
     A level is three steps each way: two children, one after the other, and the parent.
     """
     time_s = _pipelined(6 * _levels_s(group), 2 * num_bytes / _bus_bytes_per_s(group), group)
-    return _only(kind is Collective.ALL_REDUCE, time_s)
+    return _only((kind is Collective.ALL_REDUCE) & _has_trees(group), time_s)
+
+
+def _has_trees(group: tuple[Reach, ...]) -> NDArray[np.bool_]:
+    return reduce(np.logical_and, (np.asarray(~r.crossed | r.tier.tree) for r in group))
 
 
 def _in_switch_s(num_bytes: Floats, reach: Reach) -> Floats:
@@ -174,7 +186,7 @@ def nvls_tree(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> 
     between_s = 2 * num_bytes / _bus_bytes_per_s(others)
     latency_s = 2 * first.tier.latency_s + 6 * _levels_s(others)
     time_s = _pipelined(latency_s, np.maximum(_in_switch_s(num_bytes, first), between_s), group)
-    return _only((kind is Collective.ALL_REDUCE) & first.crossed, time_s)
+    return _only((kind is Collective.ALL_REDUCE) & first.crossed & _has_trees(group), time_s)
 
 
 def pat(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> Floats:
@@ -205,7 +217,7 @@ def direct(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> Flo
     ranks = group[-1].outer
     latency_s = _worst(group, "latency_s")
     if kind is Collective.SEND:
-        pairs = [Reach(r.tier, np.ones_like(r.inner), np.where(r.crossed, 2.0, 1.0)) for r in group]
+        pairs = [Reach(r.tier, np.ones_like(r.inner), np.where(r.crossed, 2.0, 1.0), r.whole) for r in group]
         return _pipelined(latency_s, num_bytes / reduce(np.minimum, (p.port_bytes_per_s for p in pairs)), group)
     transfer_s = [num_bytes * (ranks - r.inner) / ranks / r.port_bytes_per_s for r in group]
     posted_s = (ranks - 2) * group[0].tier.latency_s

@@ -9,6 +9,7 @@ from wavetrain.plan.stack import Precision
 
 Floats = NDArray[np.float64]
 
+MASTER_BYTES = 4  # the optimizer's copy of a parameter, fp32
 GATHERED_COPIES = 4.0  # of a block: in use, prefetched, its gradient, and the buffer it is scattered from
 
 
@@ -26,7 +27,8 @@ def state_bytes(
     parameters = whole * compute
     cut = np.minimum(accumulated, compute + np.maximum(accumulated - compute, 0.0) / optimizer_ways)
     gradients = whole * np.where(optimizer_ways > 1, cut, accumulated) + shards * accumulated
-    optimizer = (whole / optimizer_ways + shards) * precision.state_bytes
+    master = MASTER_BYTES if precision.compute.num_bytes >= MASTER_BYTES else 0  # then parameters are the master copy
+    optimizer = whole / optimizer_ways * (precision.state_bytes - master) + shards * precision.state_bytes
     return parameters, gradients, optimizer
 
 

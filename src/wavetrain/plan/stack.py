@@ -42,6 +42,8 @@ class Stack:
     gradient_overlap: bool = True  # gradients are reduced while the backward still runs
     tensor_overlap: bool = False  # tensor-parallel collectives run beside the products they belong to
     message_overlap: bool = False  # messages between stages travel while both ends compute, as Hanayo's runtime does
+    message_s: float | None = None  # host time per message between stages, where it was measured
+    bucket_bytes: float | None = None  # gradients are reduced in pieces of this size; None: each rank's at once
     barrier: bool = True  # all ranks wait for each other before the optimizer step (not so in zero bubble's)
 
 

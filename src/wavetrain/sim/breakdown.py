@@ -39,8 +39,9 @@ def breakdown(plan: Plan, found: Estimate, result: Result, step_s: float) -> dic
         "context": blocks * float((block.context_f_s + block.context_b_s)[0]),
         "sharding": blocks * float((block.shard_f_s + block.shard_b_s)[0]),
     }
-    if rank == plan.placement.ranks[0]:
-        terms["sharding"] += plan.layout.num_microbatches * float(found.embedding.shard_s[0])
+    firsts = sum(map(plan.placement.is_first, plan.placement.local[rank]))
+    ends = firsts * plan.layout.num_microbatches / copies(plan)
+    terms["sharding"] += ends * float(found.embedding.shard_s[0])
     terms = {"compute": computing(busy) - sum(terms.values())} | terms
     launched = sum(seconds for name, seconds in busy.items() if name.startswith(("SEND", "RECV")))
     terms["transfer"] = launched + result.waiting_transfer_s[rank]

@@ -116,7 +116,8 @@ def estimate(batch: Batch, laws: Laws) -> Estimate:
     times = layer_seconds(batch.facts.table, batch.device, batch.stack, batch.precision, laws)
     block = block_times(batch, times, laws)
     embedding, head = end_times(batch, times, batch.embedding, laws), end_times(batch, times, batch.head, laws)
-    message = MessageTimes(transfer_seconds(batch), np.where(batch.pp > 1, laws.message_s, 0.0))
+    host_s = laws.message_s if batch.stack.message_s is None else batch.stack.message_s
+    message = MessageTimes(transfer_seconds(batch), np.where(batch.pp > 1, host_s, 0.0))
     tail = tail_seconds(batch, block, laws)
     terms = _pipeline_terms(batch, block, embedding, head, message) | tail
     busy = sum(terms.values(), np.zeros(len(batch.tp)))
@@ -224,7 +225,10 @@ def context_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
 
 
 def shard_seconds(batch: Batch, forward_s: Floats, backward_s: Floats, laws: Laws) -> tuple[Floats, Floats]:
-    """Visible gathering before each pass and scattering of gradients, block by block, prefetched one block ahead."""
+    """Visible gathering before each pass and scattering of gradients, block by block, prefetched one block ahead.
+
+    What is kept is gathered once per step, whatever the number of microbatches.
+    """
     stride = batch.tp * batch.cp
     gather_f_s, gather_b_s, crosses = np.zeros(len(stride)), np.zeros(len(stride)), np.zeros(len(stride), dtype=bool)
     for part in batch.sharded:
@@ -236,7 +240,7 @@ def shard_seconds(batch: Batch, forward_s: Floats, backward_s: Floats, laws: Law
         scatter_s = part.collectives * seconds(
             Collective.REDUCE_SCATTER, each * batch.precision.gradients.num_bytes, span, batch.tiers
         )
-        gather_f_s = gather_f_s + gather_s
+        gather_f_s = gather_f_s + np.where(part.keep, gather_s / batch.microbatches, gather_s)
         gather_b_s = gather_b_s + np.where(part.keep, 0.0, gather_s) + scatter_s
         crosses |= part.group * stride > batch.node_devices
     share = np.where(crosses, laws.network_exposed, laws.link_exposed)
@@ -257,13 +261,34 @@ def end_shard_seconds(batch: Batch) -> tuple[Floats, Floats]:
 # --- the pipeline ---
 
 
-def transfer_seconds(batch: Batch) -> Floats:
-    """One message between neighbouring stages: a layer's output, cut by tensor parallelism (scatter/gather)."""
+def message_bytes(batch: Batch) -> Floats:
+    """Bytes between neighbouring stages: a layer's output, cut by tensor parallelism (scatter and gather)."""
     size = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
-    whole = np.where(batch.sequence_parallel, 1.0, batch.tp)
-    stride = batch.tp * batch.cp * batch.dp
-    span = Span(np.where(batch.pp > 1, 2.0, 1.0), stride)
-    return np.asarray(seconds(Collective.SEND, size / whole, span, batch.tiers))
+    return size / np.where(batch.sequence_parallel, 1.0, batch.tp)
+
+
+def hop_seconds(batch: Batch) -> Floats:
+    """One message to the next rank over each tier, innermost first (rows), where that is the nearest they share."""
+    stride, size = batch.tp * batch.cp * batch.dp, message_bytes(batch)
+    rows, beneath = [], np.ones_like(stride)
+    for tier in batch.tiers:
+        apart = np.maximum(stride, beneath)
+        reached = (batch.pp > 1) & (2 * apart <= tier.size)
+        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0))
+        rows.append(np.asarray(seconds(Collective.SEND, size, span, batch.tiers)))
+        beneath = np.full_like(stride, tier.size)
+    return np.stack(rows) if rows else np.zeros((1, len(stride)))
+
+
+def transfer_seconds(batch: Batch) -> Floats:
+    """The mean message between neighbouring ranks of a pipeline: most stay inside a node, some leave it."""
+    stride, left = batch.tp * batch.cp * batch.dp, batch.pp
+    total = np.zeros_like(stride)
+    for tier, hop_s in zip(batch.tiers, hop_seconds(batch), strict=False):
+        domains = np.ceil(batch.pp / np.maximum(tier.size // stride, 1.0))  # hops between them leave this tier
+        total = total + (left - domains) * hop_s
+        left = domains
+    return np.asarray(total / np.maximum(batch.pp - 1, 1.0))
 
 
 def _pipeline_terms(
@@ -336,8 +361,10 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     group = Span(batch.data_ranks, batch.tp)
     size = whole_parameters * precision.gradients.num_bytes
     zero1 = batch.shard_optimizer
-    reduce_s = np.asarray(seconds(Collective.ALL_REDUCE, np.where(zero1, 0.0, size), group, batch.tiers))
-    scatter_s = np.asarray(seconds(Collective.REDUCE_SCATTER, np.where(zero1, size, 0.0), group, batch.tiers))
+    pieces = np.ones_like(size) if batch.stack.bucket_bytes is None else np.ceil(size / batch.stack.bucket_bytes)
+    piece = size / np.maximum(pieces, 1.0)
+    reduce_s = pieces * seconds(Collective.ALL_REDUCE, np.where(zero1, 0.0, piece), group, batch.tiers)
+    scatter_s = pieces * seconds(Collective.REDUCE_SCATTER, np.where(zero1, piece, 0.0), group, batch.tiers)
     gather_bytes = np.where(zero1, whole_parameters * precision.compute.num_bytes, 0.0)
     gather_s = np.asarray(seconds(Collective.ALL_GATHER, gather_bytes, group, batch.tiers))
     reduction_s = reduce_s + scatter_s + replica_seconds(batch)

@@ -114,7 +114,7 @@ def predict(plan: Plan, laws: Laws | None = None) -> Prediction:
 
 def simulate(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
     """Run the plan's actions; what happens once per step follows on every rank, waiting for slow nodes last."""
-    times, sizes = stage_times(plan, found), stage_bytes(plan, batch, laws)
+    times, sizes = stage_times(plan, batch, found), stage_bytes(plan, batch, laws)
     actions = plan_actions(plan, times)
     static = static_bytes(plan, batch, laws)
     held = np.asarray(sum(static.values())).tolist()

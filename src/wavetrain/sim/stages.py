@@ -11,28 +11,46 @@ from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
 from wavetrain.sim.batch import Batch, Floats
 from wavetrain.sim.engine import Result, StageBytes, StageTimes
-from wavetrain.sim.estimate import Estimate
+from wavetrain.sim.estimate import Estimate, hop_seconds
 from wavetrain.sim.memory import Place, reserve_bytes, saved_bytes, static_parts
 
 
-def stage_times(plan: Plan, found: Estimate) -> tuple[StageTimes, ...]:
+def stage_times(plan: Plan, batch: Batch, found: Estimate) -> tuple[StageTimes, ...]:
     """Seconds of every stage's actions; a second copy of the model has the same."""
-    block, wire_s, host_s = found.block, float(found.message.wire_s[0]), float(found.message.host_s[0])
+    block, host_s, placement = found.block, float(found.message.host_s[0]), plan.placement
     f, i, w = float(block.f_s[0]), float(block.i_s[0]), float(block.weight_s[0])
-    overlapped = plan.stack.message_overlap
+    hops = hop_seconds(batch)[:, 0]
     made = []
-    for stage in range(plan.placement.num_stages):
+    for stage in range(placement.num_stages):
         count = plan.cut[stage % len(plan.cut)]
         parts = np.array([count * f, count * i, count * w])
-        if plan.placement.is_first(stage):
+        ahead_s = behind_s = 0.0
+        if placement.is_first(stage):
             parts += _end(found.embedding.f_s, found.embedding.i_s, found.embedding.w_s)
-        if plan.placement.is_last(stage):
+        else:
+            behind_s = wire_seconds(plan, hops, placement.ranks[stage - 1], placement.ranks[stage])
+        if placement.is_last(stage):
             parts += _end(found.head.f_s, found.head.i_s, found.head.w_s)
-        send_s = wire_s if overlapped else 0.0
-        launch_s = (host_s if overlapped else host_s + wire_s) / 2  # half on either side
+        else:
+            ahead_s = wire_seconds(plan, hops, placement.ranks[stage], placement.ranks[stage + 1])
         own_f, own_i, own_w = map(float, parts)
-        made.append(StageTimes(own_f, own_i, own_w, send_f=send_s, send_b=send_s, message_s=launch_s))
+        if plan.stack.message_overlap:
+            made.append(StageTimes(own_f, own_i, own_w, send_f=ahead_s, send_b=behind_s, message_s=host_s / 2))
+            continue
+        ends = [s for s in (ahead_s, behind_s) if s]
+        wire_s = sum(ends) / len(ends) if ends else 0.0
+        made.append(StageTimes(own_f, own_i, own_w, message_s=(host_s + wire_s) / 2))  # half on either side
     return tuple(made)
+
+
+def wire_seconds(plan: Plan, hops: Floats, sender: int, receiver: int) -> float:
+    """A message between two ranks, over the innermost tier that holds both; none within a rank."""
+    layout = plan.layout
+    stride = layout.tp * layout.cp * layout.dp
+    for tier, hop_s in zip(plan.cluster.tiers, hops, strict=False):
+        if sender * stride // tier.size == receiver * stride // tier.size:
+            return float(hop_s) if sender != receiver else 0.0
+    return 0.0
 
 
 def _end(*parts: Floats) -> Floats:
