@@ -35,6 +35,7 @@ bench: $(READY)
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
+	$(BIN)/python validation/fit.py validation/published.csv --leave-out --markdown docs/left-out.md
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py

@@ -311,7 +311,7 @@ def osdp_plan(hidden: int, level: int, *, batch: int = 1, layers: int = 48) -> P
         seq_len=6,
         choice=UNWRAPPED,
         choices=tuple(choices),
-        stack=Stack(attention=AttentionImpl.UNFUSED),
+        stack=Stack(attention=AttentionImpl.UNFUSED, kept_copies=3.0),  # FairScale's root is one unit
         precision=Precision(compute=full, products=full, gradients=full),
     )
 

@@ -121,9 +121,6 @@ BROKEN = {
     ),
     "slices of all": ({"choice": Choice(slices=128)}, "choice.slices", "every operator", EVERY_COUNT, ["64"]),
     "no slices": ({"choice": Choice(slices=0)}, "choice.slices", "whole number from 1", [], ["1"]),
-    "recompute of all": (
-        *({"choice": Choice(recompute=True)}, "choice.recompute", "its recompute is none", ALL_FALSE, []),
-    ),
     "recompute of one": (
         *({"choices": named(recompute=True), "recompute": Recompute.SELECTIVE}, "choices[0].choice.recompute"),
         *("its recompute is selective", ALL_FALSE, []),
@@ -225,7 +222,7 @@ def test_what_is_wrong_comes_out_together():
     expected = [
         *("layout.cp", "seq_len", "layout.global_batch", "layout.tp", "layout.waves", "cut", "cut[1]"),
         *("choice.shard", "choices[0].layer", "choices[0].choice.shard", "choices[1].choice.slices"),
-        *("choices[1].choice.recompute", "precision.compute", "precision.products"),
+        *("precision.compute", "precision.products"),
     ]
     assert sorted(keys) == sorted(expected)
 
@@ -242,11 +239,11 @@ def test_a_model_that_cannot_be_cut_runs_in_one_stage():
     assert [(problem.key, problem.legal) for problem in chunked] == [("layout.chunks", ("1",))]
 
 
-def test_operators_may_recompute_what_the_plan_recomputes():
+def test_operators_may_recompute_by_choice_or_what_the_plan_recomputes():
     assert check(a_plan(choices=named(recompute=True), recompute=Recompute.FULL)) == []
+    assert check(a_plan(choices=named(recompute=True))) == []
+    assert check(a_plan(choice=Choice(recompute=True))) == []
     assert check(a_plan(choices=named(ATTENTION, recompute=True), recompute=Recompute.SELECTIVE)) == []
-    problem = only(a_plan(choices=named(ATTENTION, recompute=True)))
-    assert problem.remedy == "false, or recompute: selective or full for the whole plan"
 
 
 def test_the_ends_of_a_pipeline_may_be_without_blocks():

@@ -238,7 +238,7 @@ def test_better_hardware_is_never_slower(plan, what, factor):
 @settings(max_examples=60)
 @given(plans(schedules=SPLIT), st.sampled_from(BETTER), st.sampled_from((1.01, 2.0, 50.0)))
 def test_better_hardware_hardly_slows_a_split_backward(plan, what, factor):
-    """Where the host sets the pace, the parts of a backward are in the ratio of their kernels: a shorter W fills less."""
+    """Where the host sets the pace, a backward is parted in the ratio of its kernels: a shorter W fills less."""
     faster = replace(plan, cluster=better(plan.cluster, what, factor))
     assert priced(faster).step_s[0] <= priced(plan).step_s[0] * 1.03
 

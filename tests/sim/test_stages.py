@@ -58,7 +58,8 @@ def test_messages_beside_compute_or_on_both_ends():
     message = priced(PLAN).message
     assert apart[0].send_f == apart[0].send_b == 0
     assert 2 * apart[0].message_s == pytest.approx((message.wire_s + message.host_s)[0])
-    assert beside[0].send_f == beside[0].send_b == message.wire_s[0]
+    assert (beside[1].send_f, beside[1].send_b) == pytest.approx((message.wire_s[0],) * 2)
+    assert beside[0].send_b == beside[3].send_f == 0  # the ends have one neighbour
     assert 2 * beside[0].message_s == pytest.approx(message.host_s[0])
 
 

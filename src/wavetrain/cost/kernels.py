@@ -90,6 +90,7 @@ class Kernel(NamedTuple):
     traffic: int = 0
     launches: float = 1.0
     attends: float = 0.0  # 1 for what selective recomputation repeats: scores, softmax, context
+    again: float = 0.0  # 1 where the plan has chosen to compute this operator again
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,14 @@ class Table:
     traffic: NDArray[np.intp]
     launches: NDArray[np.float64]
     attends: NDArray[np.float64]
+    again: NDArray[np.float64]
     num_cases: int
 
 
 def table(cases: list[list[Kernel]]) -> Table:
     """The kernels of several layers, one after the other."""
     flat = [(case, *kernel) for case, kernels in enumerate(cases) for kernel in kernels]
-    columns = np.array(flat, dtype=np.float64).reshape(-1, 11).T
+    columns = np.array(flat, dtype=np.float64).reshape(-1, 12).T
     case, _, phase, sort = (columns[i].astype(np.intp) for i in range(4))
     return Table(
         case=case,
@@ -145,6 +147,7 @@ def table(cases: list[list[Kernel]]) -> Table:
         traffic=columns[8].astype(np.intp),
         launches=columns[9],
         attends=columns[10],
+        again=columns[11],
         num_cases=len(cases),
     )
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Device
 from wavetrain.cost.compute import Units, gemm_seconds, peak_rate
-from wavetrain.cost.kernels import TRAFFICS, Phase, Sort, Split, Table, Traffic, kernels, table
+from wavetrain.cost.kernels import TRAFFICS, Kernel, Phase, Sort, Split, Table, Traffic, kernels, table
 from wavetrain.cost.laws import Laws
 from wavetrain.model.model import Layer
 from wavetrain.model.operator import (
@@ -41,6 +41,7 @@ class Case:
     split: Split
     stack: Stack
     precision: Precision
+    recomputed: frozenset[str] = frozenset()  # operators that the plan has chosen to compute again
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,33 @@ class LayerFacts:
     norm_elements: Floats  # normalized, on one device
     activation_elements: Floats  # of activations and rotary embeddings, on one device
     logits: Floats  # on one device
+    dropped_bytes: Floats  # of saved_bytes, what the operators chosen to be computed again do not keep
+    repeated_elements: Floats  # of message_elements, what they exchange again
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Kernel time and launches by phase (columns F, I, W), and the forward time of attention alone."""
+    """Kernel time and launches by phase (columns F, I, W); the forward time of attention, and of chosen operators."""
 
     kernels_s: Floats
     launches: Floats
     attention_s: Floats
+    chosen_s: Floats  # forward of the operators chosen to be computed again
 
 
 def layer_facts(cases: Sequence[Case]) -> LayerFacts:
     """The facts of each case, in order."""
-    made = [kernels(c.layer, c.work, c.split, c.stack, fp8=c.precision.fp8) for c in cases]
-    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 11)
+    made = [_kernels(case) for case in cases]
+    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 13)
     return LayerFacts(table(made), *rows.T)
+
+
+def _kernels(case: Case) -> list[Kernel]:
+    made = kernels(case.layer, case.work, case.split, case.stack, fp8=case.precision.fp8)
+    if not case.recomputed:
+        return made
+    names = [operator.name for operator in case.layer.operators]
+    return [kernel._replace(again=float(names[kernel.operator] in case.recomputed)) for kernel in made]
 
 
 def layer_seconds(facts: Table, device: Device, stack: Stack, precision: Precision, laws: Laws) -> LayerSeconds:
@@ -86,7 +98,9 @@ def layer_seconds(facts: Table, device: Device, stack: Stack, precision: Precisi
     launches = np.asarray(np.bincount(key, facts.launches, cases * 3).reshape(cases, 3), dtype=np.float64)
     attends = (facts.attends > 0) & (facts.phase == Phase.F)
     attention = np.bincount(facts.case, np.where(attends, seconds, 0.0), cases)
-    return LayerSeconds(by_phase + launches * laws.gap_s, launches, np.asarray(attention, dtype=np.float64))
+    chosen = np.bincount(facts.case, np.where((facts.again > 0) & (facts.phase == Phase.F), seconds, 0.0), cases)
+    found = (np.asarray(value, dtype=np.float64) for value in (attention, chosen))
+    return LayerSeconds(by_phase + launches * laws.gap_s, launches, *found)
 
 
 def kernel_seconds(facts: Table, device: Device, stack: Stack, precision: Precision, laws: Laws) -> Floats:
@@ -162,7 +176,24 @@ def _facts(case: Case) -> tuple[float, ...]:
         sum(o.elements.at(work) for o in norms) / split.whole,
         sum(o.elements.at(work) for o in pointwise) / split.parts,
         sum(work.tokens * o.vocab for o in losses) / logit_cut,
+        dropped_bytes(case, work),
+        sum(e for o, e in zip(layer.operators, elements, strict=True) if o.name in case.recomputed),
     )
+
+
+def dropped_bytes(case: Case, work: Work) -> float:
+    """Bytes that operators computed again do not keep for their backward.
+
+    An operator computed again needs its input: kept if the operator before is not computed again, else made anew.
+    """
+    total, before = 0.0, False
+    for operator in case.layer.operators:
+        again = operator.name in case.recomputed
+        if again:
+            inner = _score_bytes(operator, work, case.split) if isinstance(operator, Attention) else 0.0
+            total += saved_bytes(operator, work, case.split) if before else inner
+        before = again
+    return total
 
 
 def local_parameters(operator: Operator, split: Split) -> float:

@@ -32,17 +32,17 @@ def state_bytes(
     return parameters, gradients, optimizer
 
 
-def kept_bytes(saved: Floats, scores: Floats, inputs: Floats, recompute: NDArray[np.intp]) -> Floats:
-    """Bytes that a block keeps of one microbatch: everything, all but the scores, or its input alone.
+def recomputed_bytes(saved: Floats, scores: Floats, chosen: Floats, recompute: NDArray[np.intp]) -> Floats:
+    """Bytes that a block does not keep of one microbatch; they come back while its backward runs.
 
-    `recompute`: 0 none, 1 selective (Korthikanti et al. 2022, section 5), 2 full.
+    `recompute`: 0 none, 1 selective: the scores (Korthikanti et al. 2022, section 5), 2 full: all, 3 chosen operators.
     """
-    return np.select([recompute == 2, recompute == 1], [inputs, saved - scores], saved)
+    return np.select([recompute == 2, recompute == 1, recompute == 3], [saved, scores, chosen], 0.0)
 
 
-def recomputed_bytes(saved: Floats, scores: Floats, recompute: NDArray[np.intp]) -> Floats:
-    """Bytes that come back for one block while its backward runs."""
-    return np.select([recompute == 2, recompute == 1], [saved, scores], 0.0)
+def kept_bytes(saved: Floats, inputs: Floats, recomputed: Floats, recompute: NDArray[np.intp]) -> Floats:
+    """Bytes that a block keeps of one microbatch: what is not recomputed; if that is everything, its input."""
+    return np.where(recompute == 2, inputs, saved - recomputed)
 
 
 def gathered_bytes(block: Floats, kept: Floats, slices: Floats | float, precision: Precision) -> Floats:

@@ -355,19 +355,15 @@ def _common_slices(plan: Plan) -> tuple[int, ...]:
 
 
 def _recompute(checked: _Checked) -> Iterator[Problem]:
-    """What an operator says of itself may not go beyond what the plan does: it would be neither priced nor run."""
+    """Operators are chosen one by one, or the plan says for all what is computed again; not both."""
     plan = checked.plan
-    if plan.recompute is Recompute.FULL:
+    if plan.recompute is not Recompute.SELECTIVE:
         return
     for position, (key, choice) in enumerate(_each_choice(plan)):
         operator = _operator(plan, position - 1) if position else None
-        selected = plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)
-        if choice.recompute and not selected:
-            attention = isinstance(operator, Attention)
-            words = (Recompute.SELECTIVE, Recompute.FULL) if attention else (Recompute.FULL,)
-            legal = " or ".join(word.value for word in words)
-            rule = f"is not among what the plan computes again: its recompute is {plan.recompute.value}"
-            remedy = f"false, or recompute: {legal} for the whole plan"
+        if choice.recompute and not isinstance(operator, Attention):
+            rule = "goes beyond what the plan computes again: its recompute is selective"
+            remedy = "false, or recompute: none and every operator by its own choice, or recompute: full"
             yield _problem(f"{key}.recompute", True, rule, legal=("false",), remedy=remedy)
 
 

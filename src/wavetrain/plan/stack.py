@@ -44,6 +44,7 @@ class Stack:
     message_overlap: bool = False  # messages between stages travel while both ends compute, as Hanayo's runtime does
     message_s: float | None = None  # host time per message between stages, where it was measured
     bucket_bytes: float | None = None  # gradients are reduced in pieces of this size; None: each rank's at once
+    kept_copies: float = 1.0  # of what stays gathered; 3 where it is one unit, with its gradient and a staging buffer
     barrier: bool = True  # all ranks wait for each other before the optimizer step (not so in zero bubble's)
 
 

@@ -53,7 +53,7 @@ class Batch:
     last: Floats  # blocks on the rank of the last stage
     microbatches: Floats
     schedule: Numbers  # number in SCHEDULE_KINDS
-    recompute: Numbers  # 0 none, 1 selective, 2 full
+    recompute: Numbers  # 0 none, 1 selective, 2 full, 3 operators chosen one by one
     shard_optimizer: Flags
     sharded: Sequence[Sharded]
     end_group: Floats  # devices that embedding and head are cut over

@@ -145,20 +145,19 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
     mean = batch.mean_block
     extra_s = np.where(batch.tp > 1, laws.tensor_host_s, 0.0)
     forward_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + extra_s)
-    kernels_s = mean(times.kernels_s[:, 1] + times.kernels_s[:, 2])
-    backward_s = np.maximum(kernels_s, mean(launch_s[:, 1] + launch_s[:, 2]) + extra_s)
-    weight_s = backward_s * mean(times.kernels_s[:, 2]) / kernels_s
-    adding_s = accumulation_seconds(batch, laws)
-    weight_s, backward_s = weight_s + adding_s, backward_s + adding_s
+    input_s = np.maximum(mean(times.kernels_s[:, 1]), mean(launch_s[:, 1]) + extra_s)
+    weight_s = np.maximum(mean(times.kernels_s[:, 2]), mean(launch_s[:, 2])) + accumulation_seconds(batch, laws)
+    backward_s = input_s + weight_s
     again_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + laws.recompute_host_s)
-    recompute_s = np.select([batch.recompute == 2, batch.recompute == 1], [again_s, mean(times.attention_s)], 0.0)
+    parts_s = [again_s, mean(times.attention_s), mean(times.chosen_s)]
+    recompute_s = np.select([batch.recompute == kind for kind in (2, 1, 3)], parts_s, 0.0)
     tensor_s, tensor_b_s = tensor_seconds(batch, laws)
     context_f_s, context_b_s = context_seconds(batch, laws)
     compute_b_s = backward_s + recompute_s + tensor_b_s + context_b_s
     shard_f_s, shard_b_s = shard_seconds(batch, forward_s + tensor_s + context_f_s, compute_b_s, laws)
     return BlockTimes(
         forward_s=forward_s,
-        input_s=backward_s - weight_s,
+        input_s=input_s,
         weight_s=weight_s,
         recompute_s=recompute_s,
         tensor_f_s=tensor_s,
@@ -204,7 +203,7 @@ def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
 
     An all-reduce behind each row cut, and its mirror image in the backward; with sequence parallelism a scatter and a
     gather instead, and one more gather in the backward for the inputs that were kept cut (Korthikanti et al. 2022,
-    section 4.2.2). Full recomputation repeats the forward's.
+    section 4.2.2). What is recomputed repeats its own of the forward.
     """
     count = batch.mean_block(batch.facts.messages)
     total = batch.mean_block(batch.facts.message_elements) * batch.precision.compute.num_bytes
@@ -214,7 +213,10 @@ def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
     forward_s = np.asarray(count * seconds(Collective.ALL_REDUCE, each, span, batch.tiers) * shown)
     again = np.where(batch.sequence_parallel, each, 0.0)
     backward_s = forward_s + count * seconds(Collective.ALL_GATHER, again, span, batch.tiers) * shown
-    return forward_s, backward_s + np.where(batch.recompute == 2, forward_s, 0.0)
+    chosen = batch.mean_block(batch.facts.repeated_elements) * batch.precision.compute.num_bytes
+    repeated = np.divide(chosen, total, out=np.zeros_like(total), where=total > 0)
+    again_s = forward_s * np.select([batch.recompute == 2, batch.recompute == 3], [1.0, repeated], 0.0)
+    return forward_s, backward_s + again_s
 
 
 def context_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:

@@ -17,6 +17,7 @@ from wavetrain.sim.batch import Batch, Floats, Sharded
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+CHOSEN = 3  # behind them: operators chosen one by one
 
 
 class _Row(NamedTuple):
@@ -62,11 +63,17 @@ class _Cases:
         layout = plan.layout
         work = Work(plan.seq_len, layout.microbatch, plan.precision.compute)
         split = Split(layout.tp, layout.sequence_parallel, layout.cp, plan.choice.slices)
-        key = (id(plan.model), layer.name, work, split)
+        again = recomputed(plan, layer)
+        key = (id(plan.model), layer.name, work, split, again)
         if key not in self.numbers:
             self.numbers[key] = len(self.items)
-            self.items.append(Case(layer, work, split, plan.stack, plan.precision))
+            self.items.append(Case(layer, work, split, plan.stack, plan.precision, again))
         return self.numbers[key]
+
+
+def recomputed(plan: Plan, layer: Layer) -> frozenset[str]:
+    """The operators of a layer that the plan computes again by its own choice."""
+    return frozenset(o.name for o in layer.operators if plan.choice_of(layer, o.name).recompute)
 
 
 def gather(plans: Sequence[Plan]) -> Batch:
@@ -121,11 +128,16 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
         last=counts[last_rank],
         microbatches=layout.num_microbatches,
         schedule=SCHEDULE_KINDS.index(layout.schedule),
-        recompute=RECOMPUTES.index(plan.recompute),
+        recompute=CHOSEN if _chooses(plan) else RECOMPUTES.index(plan.recompute),
         shard_optimizer=layout.shard_optimizer,
         end_group=plan.choice.shard,
         barrier=plan.stack.barrier,
     )
+
+
+def _chooses(plan: Plan) -> bool:
+    """Whether operators are computed again one by one; full recomputation of the plan leaves nothing to choose."""
+    return plan.recompute is Recompute.NONE and any(recomputed(plan, layer) for layer in plan.model.layers[1:-1])
 
 
 def _parts(plan: Plan) -> list[_Part]:

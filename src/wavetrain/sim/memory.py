@@ -106,11 +106,12 @@ def saved_bytes(batch: Batch, laws: Laws) -> Saved:
     everything = batch.mean_block(facts.saved_bytes) + eager_bytes(batch, laws)
     scores = batch.mean_block(facts.score_bytes)
     inputs = batch.mean_block(facts.output_elements) * batch.precision.compute.num_bytes
+    again = recomputed_bytes(everything, scores, batch.mean_block(facts.dropped_bytes), batch.recompute)
     return Saved(
-        block=kept_bytes(everything, scores, inputs, batch.recompute),
+        block=kept_bytes(everything, inputs, again, batch.recompute),
         embedding=facts.saved_bytes[batch.embedding],
         head=facts.saved_bytes[batch.head],
-        again=recomputed_bytes(everything, scores, batch.recompute),
+        again=again,
         logits=facts.logits[batch.head] * laws.logit_bytes,
     )
 
@@ -120,7 +121,7 @@ def _gathered(batch: Batch, blocks: Floats) -> Floats:
     for part in batch.sharded:
         at_work = np.where(part.group > 1, part.parameters, 0.0) * (blocks > 0)
         kept = np.where(part.keep, blocks * at_work, 0.0)
-        total = total + gathered_bytes(at_work, kept, part.collectives, batch.precision)
+        total = total + gathered_bytes(at_work, batch.stack.kept_copies * kept, part.collectives, batch.precision)
     return total
 
 

@@ -165,8 +165,7 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     again = 0.0
     for layer in plan.model.layers[1:-1]:
         for operator in layer.operators:
-            full = plan.recompute is Recompute.FULL
-            scores = plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)
-            if full or scores:
+            whole = plan.recompute is Recompute.FULL or plan.choice_of(layer, operator.name).recompute
+            if whole or (plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)):
                 again += plan.model.counts[layer.name] * operator.forward_flops(work)
     return microbatches * needed, microbatches * again

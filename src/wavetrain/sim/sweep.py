@@ -31,7 +31,7 @@ class Layouts:
     stages: Numbers  # per rank
     microbatch: Numbers
     microbatches: Numbers
-    recompute: Numbers  # number in RECOMPUTES
+    recompute: Numbers  # 0 none, 1 selective, 2 full
     shard: Numbers  # group that parameters are cut over
     keep: Flags
     shard_optimizer: Flags
