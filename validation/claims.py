@@ -183,12 +183,11 @@ class Case:
         dp = devices // (self.layout.tp * self.layout.cp * self.layout.pp)
         batch = self.global_batch or self.local * dp
         layout = replace(self.layout, dp=dp, global_batch=batch)
-        blocks = sum(run.count for run in model.order[1:-1])
         return Plan(
             model=model,
             cluster=load_cluster(f"{self.node}:{-(-devices // 8)}"),
             layout=layout,
-            cut=even_cut(blocks, num_stages(layout)),
+            cut=even_cut(model.num_blocks, num_stages(layout)),
             seq_len=self.seq_len,
             recompute=self.recompute,
             choice=Choice(shard=self.shard or dp),

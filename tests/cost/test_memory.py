@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavetrain.base.units import DType
-from wavetrain.cost.memory import gathered_bytes, kept_bytes, recomputed_bytes, state_bytes
+from wavetrain.cost.memory import gathered_bytes, kept_bytes, state_bytes
 from wavetrain.plan.stack import Precision
 
 MIXED = Precision()  # bf16, gradients in fp32, Adam's 12
@@ -48,13 +48,10 @@ def test_more_ways_never_hold_more(precision, ways, factor):
     assert more <= one * (1 + 1e-12)
 
 
-RECOMPUTE = np.array([0, 1, 2])
-
-
-def test_what_recomputation_keeps_and_brings_back():
-    saved, scores, inputs = (np.full(3, value) for value in (100.0, 30.0, 5.0))
-    assert kept_bytes(saved, scores, inputs, RECOMPUTE).tolist() == [100, 70, 5]
-    assert recomputed_bytes(saved, scores, RECOMPUTE).tolist() == [0, 30, 100]
+def test_what_recomputation_keeps():
+    """Everything, all but what comes back, or the input alone."""
+    saved, inputs, recomputed = np.full(3, 100.0), np.full(3, 5.0), np.array([0.0, 30.0, 100.0])
+    assert kept_bytes(saved, inputs, recomputed, np.array([0, 1, 2])).tolist() == [100, 70, 5]
 
 
 def test_gathered_copies():

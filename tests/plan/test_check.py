@@ -15,7 +15,7 @@ from valid import ATTENTION, Q_PROJ, a_plan, cluster, model, named, plans
 from wavetrain.base.units import DType
 from wavetrain.cluster import Group
 from wavetrain.model import Run
-from wavetrain.plan.check import TRAINING, check, num_blocks
+from wavetrain.plan.check import TRAINING, check
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan
@@ -230,7 +230,8 @@ def test_what_is_wrong_comes_out_together():
 def test_a_model_that_cannot_be_cut_runs_in_one_stage():
     one = partial(a_plan, model=DECODER_ONLY, pp=1, dp=16)
     assert check(one()) == []
-    assert check(one(cut=(0,))) == []
+    assert check(one(cut=(32,))) == []
+    assert [problem.key for problem in check(one(cut=(0,)))] == ["cut"]
     wave = check(one(schedule="wave", cut=(0, 0)))
     assert [problem.key for problem in wave] == ["layout.schedule"]
     assert "1f1b" in wave[0].legal
@@ -250,7 +251,7 @@ def test_the_ends_of_a_pipeline_may_be_without_blocks():
     assert check(a_plan(cut=(0, 16, 16, 0))) == []
     assert check(a_plan(cut=(1, 20, 11, 0))) == []
     small = model("gpt3-125m")
-    assert num_blocks(small) == 12
+    assert small.num_blocks == 12
     on = {"model": small, "cluster": cluster("dgx-h100:7"), "seq_len": 2048}
     assert check(a_plan(**on, schedule="interleaved", pp=7, chunks=2, tp=2, cut=(0, *[1] * 12, 0))) == []
 
@@ -274,7 +275,7 @@ def test_check_accepts_exactly_the_pipelines_that_can_be_drawn_up(schedule, pp, 
     of = model("llama2-70b")
     layout = Layout(global_batch=microbatches, pp=pp, schedule=schedule, chunks=chunks, waves=waves)
     depth = SCHEDULES[schedule].placement(Shape(pp, 1, chunks=chunks, waves=waves)).depth
-    plan = a_plan(model=of, cluster=cluster("dgx-h100:1"), cut=even_cut(num_blocks(of), depth))
+    plan = a_plan(model=of, cluster=cluster("dgx-h100:1"), cut=even_cut(of.num_blocks, depth))
     plan = replace(plan, layout=layout, cluster=_of_size(pp))
     problems, entry = check(plan), SCHEDULES[schedule]
     odd = entry.even_ranks and pp % 2

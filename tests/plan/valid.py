@@ -9,7 +9,7 @@ from wavetrain.base.units import DType
 from wavetrain.cluster import Cluster, load_cluster
 from wavetrain.model import Model, load_model, slice_counts
 from wavetrain.model.limits import divisors
-from wavetrain.plan.check import TRAINING, num_blocks
+from wavetrain.plan.check import TRAINING
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import OperatorChoice, Plan, num_stages
@@ -41,7 +41,7 @@ def a_plan(**changes: object) -> Plan:
     if "cut" in own:
         return plan
     sound = layout.schedule in SCHEDULES and layout.pp > 0 and layout.chunks > 0 and layout.waves > 0
-    return replace(plan, cut=even_cut(num_blocks(plan.model), num_stages(layout) if sound else 4))
+    return replace(plan, cut=even_cut(plan.model.num_blocks, num_stages(layout) if sound else 4))
 
 
 def named(operator: str = Q_PROJ, *, layer: str = "decoder", **choice: object) -> tuple[OperatorChoice, ...]:
@@ -63,7 +63,7 @@ def _choices(draw: st.DrawFn, *, dp: int, recompute: bool) -> Choice:
 @st.composite
 def _layouts(draw: st.DrawFn, of: Model, on: Cluster, *, most_stages: int) -> Layout:
     tp = draw(st.sampled_from(_fitting_tp(of, on.num_devices)))
-    pp = draw(st.sampled_from([k for k in divisors(on.num_devices // tp) if k <= num_blocks(of)]))
+    pp = draw(st.sampled_from([k for k in divisors(on.num_devices // tp) if k <= of.num_blocks]))
     cp = draw(st.sampled_from([k for k in divisors(on.num_devices // tp // pp) if k <= 8]))
     dp, microbatch = on.num_devices // tp // pp // cp, draw(st.integers(1, 5))
     names = [name for name in TRAINING if not (SCHEDULES[name].even_ranks and pp % 2)]
@@ -90,7 +90,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any plan that breaks no rule, of a few models and clusters."""
     of = model(draw(st.sampled_from(["llama2-7b", "llama3-8b", "gemma2-9b", "mixtral-8x7b", "gpt3-125m"])))
     on = cluster(draw(st.sampled_from(["dgx-h100:1", "dgx-h100:4", "dgx-a100:6", "gb200-nvl72:36", "dgx-1-v100:2"])))
-    blocks = num_blocks(of)
+    blocks = of.num_blocks
     layout = draw(_layouts(of, on, most_stages=blocks + 2))
     cut = list(even_cut(blocks, num_stages(layout)))
     for _ in range(draw(st.integers(0, 3))):  # uneven is allowed: move a block somewhere else

@@ -168,7 +168,6 @@ def test_close_to_the_events_with_messages_beside_compute(plan):
     assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=0.02)
 
 
-@pytest.mark.xfail(reason="counts the blocks of both copies for every microbatch", strict=True)
 def test_chimera_is_close_to_the_events():
     plan = plan_of(blocks_only("gpt3-1.3b", 64), "dgx-a100", seq_len=1024, pp=8, schedule="chimera", global_batch=16)
     assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=0.02)
@@ -237,10 +236,10 @@ def test_better_hardware_is_never_slower(plan, what, factor):
 
 @settings(max_examples=60)
 @given(plans(schedules=SPLIT), st.sampled_from(BETTER), st.sampled_from((1.01, 2.0, 50.0)))
-def test_better_hardware_hardly_slows_a_split_backward(plan, what, factor):
+def test_better_hardware_never_slows_a_split_backward(plan, what, factor):
     """Where the host sets the pace, a backward is parted in the ratio of its kernels: a shorter W fills less."""
     faster = replace(plan, cluster=better(plan.cluster, what, factor))
-    assert priced(faster).step_s[0] <= priced(plan).step_s[0] * 1.03
+    assert priced(faster).step_s[0] <= priced(plan).step_s[0] * (1 + 1e-9)
 
 
 @settings(max_examples=60)

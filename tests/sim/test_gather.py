@@ -60,7 +60,8 @@ def test_where_the_ends_are(schedule):
     batch = gather([plan])
     stages = chunks * (2 if schedule in FOLDED else 1)
     assert batch.stages[0] == stages
-    assert batch.folded[0] == (schedule in FOLDED)
+    assert batch.folded[0] == (schedule in FOLDED or schedule == "chimera")
+    assert batch.copies[0] == (2 if schedule == "chimera" else 1)
     assert batch.microbatches[0] == 16
     assert batch.most[0] == max(plan.blocks_by_rank)
 

@@ -85,7 +85,6 @@ def test_close_to_the_peak_of_the_events_for_whole_models(plan):
     assert events * 0.99 <= peak(plan) <= events * 1.1
 
 
-@pytest.mark.xfail(reason="counts the blocks of both copies for every microbatch in flight", strict=True)
 def test_chimera():
     plan = plan_of(blocks_only("gpt3-1.3b", 64), "dgx-a100", pp=8, schedule="chimera", global_batch=16)
     assert peak(plan) == pytest.approx(predict(plan).peak_bytes, rel=0.02)

@@ -115,10 +115,10 @@ SPLIT = tuple(name for name in FIXED if SCHEDULES[name].split)
 
 @settings(max_examples=20)
 @given(plans(schedules=SPLIT), st.sampled_from(BETTER), st.sampled_from((1.01, 2.0, 50.0)))
-def test_better_hardware_hardly_slows_a_split_backward(plan, what, factor):
+def test_better_hardware_never_slows_a_split_backward(plan, what, factor):
     """Where the host sets the pace, a backward is parted in the ratio of its kernels: a shorter W fills less."""
     faster = replace(plan, cluster=better(plan.cluster, what, factor))
-    assert predict(faster).step_s <= predict(plan).step_s * 1.03
+    assert predict(faster).step_s <= predict(plan).step_s * (1 + 1e-9)
 
 
 @settings(max_examples=40)

@@ -11,8 +11,8 @@ Records carry no time. They are flat arrays, so that thousands of layers are pri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -152,10 +152,23 @@ def table(cases: list[list[Kernel]]) -> Table:
     )
 
 
-def kernels(layer: Layer, work: Work, split: Split, stack: Stack, *, fp8: bool = False) -> list[Kernel]:
-    """Every kernel that a layer's forward, input gradient and weight gradient launch on one device."""
+def kernels(
+    layer: Layer,
+    work: Work,
+    split: Split,
+    stack: Stack,
+    *,
+    fp8: bool = False,
+    slices: Mapping[str, int] | None = None,
+) -> list[Kernel]:
+    """Every kernel that a layer's forward, input gradient and weight gradient launch on one device.
+
+    `slices` of single operators, by name, replace those of `split`.
+    """
     made: list[Kernel] = []
+    whole = split
     for number, operator in enumerate(layer.operators):
+        split = replace(whole, slices=slices[operator.name]) if slices and operator.name in slices else whole
         made += [kernel._replace(operator=number) for kernel in _of(operator, work, split, stack, fp8)]
     return made
 

@@ -42,6 +42,7 @@ class Case:
     stack: Stack
     precision: Precision
     recomputed: frozenset[str] = frozenset()  # operators that the plan has chosen to compute again
+    slices: tuple[tuple[str, int], ...] = ()  # of operators that differ from `split`
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def layer_facts(cases: Sequence[Case]) -> LayerFacts:
 
 
 def _kernels(case: Case) -> list[Kernel]:
-    made = kernels(case.layer, case.work, case.split, case.stack, fp8=case.precision.fp8)
+    slices = dict(case.slices)
+    made = kernels(case.layer, case.work, case.split, case.stack, fp8=case.precision.fp8, slices=slices)
     if not case.recomputed:
         return made
     names = [operator.name for operator in case.layer.operators]

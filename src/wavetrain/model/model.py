@@ -9,7 +9,15 @@ from functools import cached_property
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.model.architecture import Architecture
 from wavetrain.model.limits import MOST_LAYERS, MOST_SEQ_LEN
-from wavetrain.model.operator import Operator, Parameter, Work, num_active_parameters, num_parameters
+from wavetrain.model.operator import (
+    NOTHING,
+    Elementwise,
+    Operator,
+    Parameter,
+    Work,
+    num_active_parameters,
+    num_parameters,
+)
 
 SCHEMA = "wavetrain.model/1"
 
@@ -21,6 +29,9 @@ class Layer:
     name: str
     path: str
     operators: tuple[Operator, ...]
+
+
+EMPTY = Layer("nothing", "", (Elementwise("nothing", "add", 1, NOTHING),))
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,35 @@ class Model:
         for run in self.order:
             counts[run.layer] += run.count
         return counts
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a pipeline may cut it: a first layer, others, a last one. Anything else stays in one stage."""
+        return len(self.order) >= 3 and self.order[0].count == self.order[-1].count == 1
+
+    @cached_property
+    def blocks(self) -> tuple[Run, ...]:
+        """The layers that a cut deals out: those between the first and the last, or all of what can't be cut."""
+        return self.order[1:-1] if self.can_be_cut else self.order
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return sum(run.count for run in self.blocks)
+
+    @cached_property
+    def block_counts(self) -> dict[str, int]:
+        """How often each distinct layer occurs among the blocks."""
+        counts = {run.layer: 0 for run in self.blocks}
+        for run in self.blocks:
+            counts[run.layer] += run.count
+        return counts
+
+    @property
+    def ends(self) -> tuple[Layer, Layer]:
+        """The first and the last layer; empty ones of a model that can't be cut."""
+        if not self.can_be_cut:
+            return EMPTY, EMPTY
+        return self.by_name[self.order[0].layer], self.by_name[self.order[-1].layer]
 
     @property
     def num_layers(self) -> int:

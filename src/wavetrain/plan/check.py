@@ -70,16 +70,6 @@ def check(plan: Plan) -> list[Problem]:
     return [*found, *(problem for rule in RULES for problem in rule(checked))]
 
 
-def num_blocks(model: Model) -> int:
-    """Layers between the first and the last run of a model: what a cut deals out."""
-    return sum(run.count for run in model.order[1:-1])
-
-
-def can_be_cut(model: Model) -> bool:
-    """Whether a model is an embedding, blocks and a head; anything else stays in one stage."""
-    return len(model.order) >= 3 and model.order[0].count == model.order[-1].count == 1
-
-
 def _problem(
     key: str,
     value: object,
@@ -399,11 +389,11 @@ def _pipeline(checked: _Checked) -> Iterator[Problem]:
 
 
 def _stages(checked: _Checked) -> Iterator[Problem]:
-    plan, layout, blocks = checked.plan, checked.plan.layout, num_blocks(checked.plan.model)
+    plan, layout, blocks = checked.plan, checked.plan.layout, checked.plan.model.num_blocks
     if not checked.good(*SHAPE):
         return
     depth = checked.placement.depth if checked.placement else layout.pp * _stages_per_rank(plan)
-    if not can_be_cut(plan.model):
+    if not plan.model.can_be_cut:
         if depth > 1:
             yield _uncut(plan, depth)
     elif layout.pp > blocks:
@@ -431,11 +421,11 @@ def _uncut(plan: Plan, depth: int) -> Problem:
 
 
 def _cut(checked: _Checked) -> Iterator[Problem]:
-    plan, placement, blocks = checked.plan, checked.placement, num_blocks(checked.plan.model)
+    plan, placement, blocks = checked.plan, checked.placement, checked.plan.model.num_blocks
     if placement is None or not checked.good("cut"):
         return
     cut, depth = plan.cut, placement.depth
-    if depth > (blocks + 2 if can_be_cut(plan.model) else 1):
+    if depth > (blocks + 2 if plan.model.can_be_cut else 1):
         return  # no cut would be right
     near = (_listed(even_cut(blocks, depth)),)
     if len(cut) != depth:

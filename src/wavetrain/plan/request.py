@@ -66,12 +66,11 @@ def plan_of(request: Request) -> Plan:
     if problems:
         raise InputError(problems)
     compute = DType.BF16 if products == "fp8" else DType(products)
-    blocks = sum(run.count for run in request.model.order[1:-1])
     plan = Plan(
         model=request.model,
         cluster=request.cluster,
         layout=layout,
-        cut=request.cut or even_cut(blocks, num_stages(layout)),
+        cut=request.cut or even_cut(request.model.num_blocks, num_stages(layout)),
         seq_len=request.seq_len or request.model.seq_len,
         recompute=Recompute(recompute),
         choice=Choice(shard=group, keep=request.keep),

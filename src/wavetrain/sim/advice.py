@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from wavetrain.base.units import DType
 from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.plan.check import check
 from wavetrain.plan.cut import even_cut
@@ -53,11 +54,13 @@ def _legal(changed: Iterator[tuple[str, Plan]]) -> Iterator[tuple[str, Plan]]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Plans that differ in one thing and hold less."""
+    yield from _fewer_states(plan)
+    yield from _fewer_activations(plan)
+    yield from _other_cuts(plan)
+
+
+def _fewer_states(plan: Plan) -> Iterator[tuple[str, Plan]]:
     layout, choice = plan.layout, plan.choice
-    if plan.recompute is Recompute.NONE and plan.stack.attention.keeps_scores:
-        yield "recompute attention scores", replace(plan, recompute=Recompute.SELECTIVE)
-    if plan.recompute is not Recompute.FULL:
-        yield "recompute every layer", replace(plan, recompute=Recompute.FULL)
     node = max(1, min(layout.dp, plan.cluster.node.num_devices // (layout.tp * layout.cp)))
     for group, where in ((node, "inside the node"), (layout.dp, "over all replicas")):
         if group > choice.shard:
@@ -67,13 +70,27 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield "free gathered parameters after the forward", replace(plan, choice=replace(choice, keep=False))
     if choice.shard == 1 and not layout.shard_optimizer and layout.dp > 1:
         yield "shard the optimizer's states", replace(plan, layout=replace(layout, shard_optimizer=True))
-    if layout.microbatch % 2 == 0:
-        yield f"microbatch {layout.microbatch // 2}", _with(plan, microbatch=layout.microbatch // 2)
+    if plan.precision.gradients.num_bytes > DType.BF16.num_bytes:
+        yield "gradients in bf16", replace(plan, precision=replace(plan.precision, gradients=DType.BF16))
+
+
+def _fewer_activations(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    layout = plan.layout
+    if plan.recompute is Recompute.NONE and plan.stack.attention.keeps_scores:
+        yield "recompute attention scores", replace(plan, recompute=Recompute.SELECTIVE)
+    if plan.recompute is not Recompute.FULL:
+        yield "recompute every layer", replace(plan, recompute=Recompute.FULL)
+    for size in sorted({1, layout.microbatch // 2} - {0, layout.microbatch}):
+        yield f"microbatch {size}", _with(plan, microbatch=size)
     if layout.tp > 1 and not layout.sequence_parallel:
         yield "sequence parallelism", _with(plan, sequence_parallel=True)
-    if layout.dp % 2 == 0:
-        yield f"tp {2 * layout.tp}, dp {layout.dp // 2}", _with(plan, tp=2 * layout.tp, dp=layout.dp // 2)
-        yield f"pp {2 * layout.pp}, dp {layout.dp // 2}", _with(plan, pp=2 * layout.pp, dp=layout.dp // 2)
+
+
+def _other_cuts(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    dp = plan.layout.dp
+    for axis in ("tp", "cp", "pp") if dp % 2 == 0 else ():
+        degree = 2 * getattr(plan.layout, axis)
+        yield f"{axis} {degree}, dp {dp // 2}", _with(plan, **{axis: degree, "dp": dp // 2})
 
 
 def _whole(layout: Layout) -> Layout:
@@ -84,7 +101,6 @@ def _whole(layout: Layout) -> Layout:
 def _with(plan: Plan, **changes: Any) -> Plan:
     """The plan with another layout, cut anew; a shard group that no longer divides the replicas shrinks to them."""
     layout = replace(plan.layout, **changes)
-    blocks = sum(run.count for run in plan.model.order[1:-1])
     shard = min(plan.choice.shard, layout.dp)
-    cut = even_cut(blocks, num_stages(layout))
+    cut = even_cut(plan.model.num_blocks, num_stages(layout))
     return replace(plan, layout=layout, cut=cut, choice=replace(plan.choice, shard=shard))

@@ -47,7 +47,8 @@ class Batch:
     dp: Floats
     pp: Floats
     stages: Floats  # per rank
-    folded: Flags  # the first and the last stage are on the same rank (waves)
+    folded: Flags  # the first and the last stage are on the same rank (waves; both copies of a model together)
+    copies: Floats  # of the model in one pipeline, which share its microbatches
     first: Floats  # blocks on the rank of the first stage
     most: Floats  # blocks on the fullest rank
     last: Floats  # blocks on the rank of the last stage

@@ -297,15 +297,16 @@ def _pipeline_terms(
     batch: Batch, block: BlockTimes, embedding: EndTimes, head: EndTimes, message: MessageTimes
 ) -> dict[str, Floats]:
     """The slowest rank's microbatches, by part, and what it waits for."""
-    block_s = block.f_s + block.b_s
-    first = batch.first * block_s + embedding.total_s + np.where(batch.folded, head.total_s, 0.0)
-    last = batch.last * block_s + np.where(batch.folded, 0.0, head.total_s)
+    block_s, copies = block.f_s + block.b_s, batch.copies
+    head_first = np.where(batch.folded, head.total_s, 0.0)
+    first = (batch.first * block_s + embedding.total_s + head_first) / copies
+    last = (batch.last * block_s + np.where(batch.folded & (copies == 1), 0.0, head.total_s)) / copies
     whole = batch.num_blocks * block_s + embedding.total_s + head.total_s
     single = batch.pp == 1
-    loads = np.stack([first, batch.most * block_s * (batch.pp > 2), last])
+    loads = np.stack([first, batch.most / copies * block_s * (batch.pp > 2), last])
     slowest = np.where(single, whole, loads.max(axis=0))
     which = np.where(single, 3, loads.argmax(axis=0))
-    blocks = np.choose(which, [batch.first, batch.most, batch.last, batch.num_blocks])
+    blocks = np.choose(which, [batch.first / copies, batch.most / copies, batch.last / copies, batch.num_blocks])
     ends_s = slowest - blocks * block_s
     m = batch.microbatches
     per_block = {
@@ -316,7 +317,7 @@ def _pipeline_terms(
         "sharding": block.shard_f_s + block.shard_b_s,
     }
     terms = {name: m * blocks * value for name, value in per_block.items()}
-    ends_shard_s = np.where((which == 0) | (which == 3), embedding.shard_s, 0.0)
+    ends_shard_s = np.where((which == 0) | (which == 3), embedding.shard_s / copies, 0.0)
     terms["compute"] = terms["compute"] + m * (ends_s - ends_shard_s)
     terms["sharding"] = terms["sharding"] + m * ends_shard_s
     terms["bubble"] = bubble_seconds(batch, block, whole, slowest)
@@ -331,15 +332,16 @@ def bubble_seconds(batch: Batch, block: BlockTimes, whole_s: Floats, slowest_s: 
     ranks, per_stage = batch.pp, batch.num_blocks / batch.pp / batch.stages
     f, i, w = per_stage * block.f_s, per_stage * block.i_s, per_stage * block.weight_s
     fill = (whole_s - slowest_s) / batch.stages  # what the other ranks do before and after, one stage each
-    idle_ranks = ranks - 1
+    idle_ranks = np.maximum(ranks - 1, 1.0)
     uneven = fill - idle_ranks * (f + i + w)  # embedding and head on other ranks
+    ahead = batch.microbatches * (slowest_s - whole_s / ranks)  # what both ends on one rank fill of its own idle time
     kinds = {name: batch.schedule == number for number, name in enumerate(SCHEDULE_KINDS)}
     late = np.where(batch.barrier, f, 0.0)  # ranks start one after the other, and so end where none waits for all
     as_h1 = kinds["zb-h1"] | kinds["interleaved-zb"] | (kinds["zb-h2"] & (batch.microbatches < 2 * ranks - 1))
     found = np.select(
         [kinds["wave"], as_h1, kinds["zb-h2"], kinds["wave-zb"] | kinds["zb-v"], kinds["chimera"]],
         [
-            idle_ranks * 2 * np.maximum(f, i + w),
+            idle_ranks * np.maximum(2 * np.maximum(f, i + w) - ahead / idle_ranks, np.maximum(f, i)),
             idle_ranks * np.maximum(np.maximum(f + i - w, i), late) + uneven,
             idle_ranks * np.maximum(np.maximum(f + i - 2 * w, i - f), late),
             idle_ranks * np.maximum(f, i),

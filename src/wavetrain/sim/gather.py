@@ -32,6 +32,7 @@ class _Row(NamedTuple):
     pp: int
     stages: float
     folded: bool
+    copies: int
     first: int
     most: int
     last: int
@@ -64,10 +65,11 @@ class _Cases:
         work = Work(plan.seq_len, layout.microbatch, plan.precision.compute)
         split = Split(layout.tp, layout.sequence_parallel, layout.cp, plan.choice.slices)
         again = recomputed(plan, layer)
-        key = (id(plan.model), layer.name, work, split, again)
+        slices = tuple((c.operator, c.choice.slices) for c in plan.choices if c.layer == layer.name)
+        key = (id(plan.model), layer.name, work, split, again, slices)
         if key not in self.numbers:
             self.numbers[key] = len(self.items)
-            self.items.append(Case(layer, work, split, plan.stack, plan.precision, again))
+            self.items.append(Case(layer, work, split, plan.stack, plan.precision, again, slices))
         return self.numbers[key]
 
 
@@ -83,10 +85,8 @@ def gather(plans: Sequence[Plan]) -> Batch:
     parts: list[list[_Part]] = []
     for plan in plans:
         rows.append(_row(plan, cases))
-        kinds = {run.layer: 0 for run in plan.model.order[1:-1]}
-        for run in plan.model.order[1:-1]:
-            kinds[run.layer] += run.count
-        blocks.append([(cases.number(plan, plan.model.by_name[name]), count) for name, count in kinds.items()])
+        kinds = plan.model.block_counts.items()
+        blocks.append([(cases.number(plan, plan.model.by_name[name]), count) for name, count in kinds])
         parts.append(_parts(plan))
     columns = {name: np.array(values) for name, values in zip(_Row._fields, zip(*rows, strict=True), strict=True)}
     flags = ("sequence_parallel", "folded", "shard_optimizer", "barrier")
@@ -114,15 +114,16 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
     first_rank, last_rank = placement.ranks[0], placement.ranks[placement.depth - 1]
     copies = placement.num_stages // placement.depth
     return _Row(
-        embedding=cases.number(plan, plan.model.by_name[plan.model.order[0].layer]),
-        head=cases.number(plan, plan.model.by_name[plan.model.order[-1].layer]),
+        embedding=cases.number(plan, plan.model.ends[0]),
+        head=cases.number(plan, plan.model.ends[1]),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         cp=layout.cp,
         dp=layout.dp,
         pp=layout.pp,
         stages=placement.num_stages / layout.pp / copies,
-        folded=first_rank == last_rank and layout.pp > 1,
+        folded=layout.pp > 1 and (first_rank == last_rank or copies > 1),
+        copies=copies,
         first=counts[first_rank],
         most=max(counts),
         last=counts[last_rank],
@@ -130,14 +131,21 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
         schedule=SCHEDULE_KINDS.index(layout.schedule),
         recompute=CHOSEN if _chooses(plan) else RECOMPUTES.index(plan.recompute),
         shard_optimizer=layout.shard_optimizer,
-        end_group=plan.choice.shard,
+        end_group=_end_group(plan),
         barrier=plan.stack.barrier,
     )
 
 
+def _end_group(plan: Plan) -> int:
+    """The group that the embedding is cut over; the head goes with it."""
+    first = plan.model.ends[0]
+    return max((plan.choice_of(first, operator.name).shard for operator in first.operators), default=1)
+
+
 def _chooses(plan: Plan) -> bool:
     """Whether operators are computed again one by one; full recomputation of the plan leaves nothing to choose."""
-    return plan.recompute is Recompute.NONE and any(recomputed(plan, layer) for layer in plan.model.layers[1:-1])
+    blocks = (plan.model.by_name[name] for name in plan.model.block_counts)
+    return plan.recompute is Recompute.NONE and any(recomputed(plan, layer) for layer in blocks)
 
 
 def _parts(plan: Plan) -> list[_Part]:
@@ -145,19 +153,18 @@ def _parts(plan: Plan) -> list[_Part]:
     layout = plan.layout
     split = Split(layout.tp, layout.sequence_parallel, layout.cp)
     total: dict[tuple[int, bool], list[float]] = {}
-    num_blocks = sum(run.count for run in plan.model.order[1:-1])
-    for run in plan.model.order[1:-1]:
-        layer = plan.model.by_name[run.layer]
+    for name, count in plan.model.block_counts.items():
+        layer, share = plan.model.by_name[name], count / plan.model.num_blocks
         slices: dict[tuple[int, bool], int] = {}
         for operator in layer.operators:
             choice = plan.choice_of(layer, operator.name)
             if choice.shard > 1:
                 key = (choice.shard, choice.keep)
                 entry = total.setdefault(key, [0.0, 0.0])
-                entry[0] += local_parameters(operator, split) * run.count / num_blocks
+                entry[0] += local_parameters(operator, split) * share
                 slices[key] = max(slices.get(key, 1), choice.slices)
-        for key, count in slices.items():
-            total[key][1] += count * run.count / num_blocks
+        for key, pieces in slices.items():
+            total[key][1] += pieces * share
     return [_Part(value[0], *key, round(max(1.0, value[1]))) for key, value in total.items()]
 
 

@@ -44,6 +44,8 @@ def places(batch: Batch) -> Place:
     blocks = np.stack([np.where(single, batch.num_blocks, n) for n in (batch.first, batch.most, batch.last)])
     first = np.stack([np.ones_like(single), single, single])
     last = np.stack([single | batch.folded, single, single | ~batch.folded])
+    both = batch.copies > 1
+    first[2], last[2] = first[2] | both, last[2] | both
     return Place(blocks, first.astype(np.float64), last.astype(np.float64))
 
 
@@ -51,7 +53,7 @@ def memory(batch: Batch, laws: Laws) -> Holdings:
     """What every plan of a batch holds at its peak."""
     place = places(batch)
     saved = saved_bytes(batch, laws)
-    live = in_flight(batch) / batch.stages  # microbatches of all of a rank's stages
+    live = in_flight(batch) / batch.stages / batch.copies  # microbatches of all of a rank's stages
     per_microbatch = place.blocks * saved.block + place.has_first * saved.embedding + place.has_last * saved.head
     again = np.where(place.blocks > 0, saved.again, 0.0)
     parts = static_parts(batch, place, laws)

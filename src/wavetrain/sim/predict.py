@@ -5,7 +5,7 @@ Data-parallel replicas are alike, so one pipeline is simulated whatever the numb
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,7 @@ from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE, Actions, Kind
 from wavetrain.schedule.evaluate import Costs as OrderCosts
-from wavetrain.schedule.schedules import SCHEDULES, Shape
+from wavetrain.schedule.schedules import SCHEDULES
 from wavetrain.sim import engine
 from wavetrain.sim.batch import Batch, Floats
 from wavetrain.sim.breakdown import breakdown, idle_share
@@ -143,18 +143,20 @@ def period_seconds(
     return last + sum(seconds for _, seconds in tail)
 
 
+GREEDY = ("wave-zb", "zb-v")  # orders that look at what actions take, without looking far
+
+
 def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
-    """The order that the plan's schedule draws up; those that fill gaps look at the times."""
-    shape = plan.shape
-    costs = OrderCosts(
-        f=tuple(t.f for t in times),
-        i=tuple(t.i for t in times),
-        w=tuple(t.w for t in times),
-        transfer=max(t.send_f + 2 * t.message_s for t in times),
-    )
-    return SCHEDULES[plan.layout.schedule].order(
-        Shape(shape.ranks, shape.microbatches, chunks=shape.chunks, waves=shape.waves, costs=costs)
-    )
+    """The order that the plan's schedule draws up.
+
+    Orders that fill gaps greedily are drawn up twice, for equal parts and for the true times, and the faster is taken.
+    """
+    order, shape = SCHEDULES[plan.layout.schedule].order, plan.shape
+    if plan.layout.schedule not in GREEDY:
+        return order(shape)
+    costs = OrderCosts(tuple(t.f for t in times), tuple(t.i for t in times), tuple(t.w for t in times))
+    found = [order(shape), order(replace(shape, costs=costs))]
+    return min(found, key=lambda actions: engine.run(actions, times).makespan_s)
 
 
 def step_flops(plan: Plan) -> tuple[float, float]:
@@ -163,9 +165,10 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     microbatches = plan.layout.num_microbatches * plan.layout.dp
     needed = plan.model.forward_flops(work) + plan.model.backward_flops(work)
     again = 0.0
-    for layer in plan.model.layers[1:-1]:
+    for name, count in plan.model.block_counts.items():
+        layer = plan.model.by_name[name]
         for operator in layer.operators:
             whole = plan.recompute is Recompute.FULL or plan.choice_of(layer, operator.name).recompute
             if whole or (plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)):
-                again += plan.model.counts[layer.name] * operator.forward_flops(work)
+                again += count * operator.forward_flops(work)
     return microbatches * needed, microbatches * again

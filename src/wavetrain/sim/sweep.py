@@ -59,20 +59,18 @@ def sweep(
     keys = np.stack([layouts.tp, layouts.sequence_parallel, layouts.cp, layouts.microbatch], axis=1).astype(np.int64)
     unique, row = np.unique(keys, axis=0, return_inverse=True)
     row = row.reshape(-1)
-    counts = {run.layer: 0 for run in model.order[1:-1]}
-    for run in model.order[1:-1]:
-        counts[run.layer] += run.count
-    names = [model.order[0].layer, *counts, model.order[-1].layer]
+    counts = model.block_counts
+    layers = [model.ends[0], *(model.by_name[name] for name in counts), model.ends[1]]
     cases = []
     for tp, sequence_parallel, cp, microbatch in unique.tolist():
         work, split = Work(seq_len, microbatch, precision.compute), Split(tp, bool(sequence_parallel), cp)
-        cases += [Case(model.by_name[name], work, split, stack, precision) for name in names]
+        cases += [Case(layer, work, split, stack, precision) for layer in layers]
     facts = layer_facts(cases)
-    width = len(names)
+    width = len(layers)
     blocks = row[:, None] * width + np.arange(1, width - 1)[None]
     block_counts = np.broadcast_to(np.array(list(counts.values()), dtype=np.float64), blocks.shape)
     folded = np.isin(layouts.schedule, [SCHEDULE_KINDS.index(name) for name in ("wave", "wave-zb", "zb-v")])
-    first, most, last = even_blocks(sum(counts.values()), layouts, folded)
+    first, most, last = even_blocks(model.num_blocks, layouts, folded)
     mean = (facts.parameters[blocks] * block_counts).sum(axis=1) / block_counts.sum(axis=1)
     shard = layouts.shard.astype(np.float64)
     part = Sharded(np.where(shard > 1, mean, 0.0), shard, layouts.keep, np.ones(len(layouts)))
@@ -94,6 +92,7 @@ def sweep(
         pp=layouts.pp.astype(np.float64),
         stages=layouts.stages.astype(np.float64),
         folded=folded & (layouts.pp > 1),
+        copies=np.ones(len(layouts)),
         first=first,
         most=most,
         last=last,

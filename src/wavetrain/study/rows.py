@@ -144,12 +144,11 @@ def plan_of(row: Row) -> tuple[Plan, tuple[str, ...]]:
         _check(reader, model, layout, cluster)
     if reader.problems:
         raise Inexpressible("; ".join(reader.problems))
-    blocks = sum(run.count for run in model.order[1:-1])
     plan = Plan(
         model=model,
         cluster=cluster,
         layout=layout,
-        cut=counted_cut(blocks, num_stages(layout)),
+        cut=counted_cut(model.num_blocks, num_stages(layout)),
         seq_len=model.seq_len,
         recompute=recompute,
         choice=choice,
@@ -160,7 +159,7 @@ def plan_of(row: Row) -> tuple[Plan, tuple[str, ...]]:
 
 
 def _check(reader: _Reader, model: Model, layout: Layout, cluster: Cluster) -> None:
-    devices, blocks = reader.whole("n_gpu"), sum(run.count for run in model.order[1:-1])
+    devices, blocks = reader.whole("n_gpu"), model.num_blocks
     degrees = f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {layout.dp}"
     if layout.num_devices != devices:
         reader.problems.append(f"n_gpu: {degrees} is {layout.num_devices} devices, not {devices}")
