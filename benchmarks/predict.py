@@ -19,7 +19,7 @@ from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.sim.estimate import SCHEDULE_KINDS, estimate
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import memory
-from wavetrain.sim.predict import predict
+from wavetrain.sim.predict import simulate
 from wavetrain.sim.sweep import Layouts, sweep
 
 
@@ -74,14 +74,14 @@ def main() -> None:
     plan = Plan(model=model, cluster=cluster, layout=layout, cut=even_cut(80, num_stages(layout)), seq_len=4096)
     alone = timed(lambda: estimate(gather([plan]), laws))
     print(f"closed form, one plan: {1 / alone:,.0f} per second; the sweep does {per_s * alone:,.0f} times as many")
-    events = timed(lambda: predict(plan))
+    events = timed(lambda: simulate(plan))
     print(f"event simulation of one plan: {events:.3f} s; the sweep prices {per_s * events:,.0f} layouts meanwhile")
 
     big = Layout(global_batch=2048, tp=8, sequence_parallel=True, pp=16, dp=128, schedule="wave", waves=4)
     huge = load_model("llama3-405b", seq_len=8192)
     cut = even_cut(126, num_stages(big))
     giant = Plan(model=huge, cluster=load_cluster("dgx-h100:2048"), layout=big, cut=cut, seq_len=8192)
-    print(f"405B on 16,384 devices, 4 waves: {timed(lambda: predict(giant)):.2f} s")
+    print(f"405B on 16,384 devices, 4 waves: {timed(lambda: simulate(giant)):.2f} s")
 
 
 if __name__ == "__main__":

@@ -113,3 +113,21 @@ def test_no_machine_path_or_registry_is_written_down():
         path = ROOT / name
         if name != "tests/test_docs.py" and path.is_file():
             assert not hosts.search(path.read_text(errors="ignore")), name
+
+
+def test_the_accuracy_page_is_what_validation_finds():
+    from wavetrain.study.accuracy import accuracy_page
+    from wavetrain.study.rows import price_tables
+    from wavetrain.study.validate import summarize
+
+    found = summarize(price_tables([ROOT / "validation" / "published.csv"]))
+    assert (ROOT / "docs" / "accuracy.md").read_text() == accuracy_page(found), "run `make accuracy`"
+
+
+def test_the_table_of_errors_in_the_readme_is_the_page():
+    tables = [
+        re.findall(r"^\|.*left out.*\n(?:\|.*\n)+", (ROOT / file).read_text(), re.MULTILINE)
+        for file in ("README.md", "docs/left-out.md")
+    ]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 1

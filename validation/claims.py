@@ -26,7 +26,7 @@ from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, Stack
 from wavetrain.sim.estimate import estimate
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import memory
-from wavetrain.sim.predict import Prediction, predict
+from wavetrain.sim.predict import Prediction, simulate
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def hanayo_rates(cluster: str, replicas: int) -> dict[str, float]:
 
 
 def timed_seconds(plan: Plan) -> float:
-    found = predict(plan)
+    found = simulate(plan)
     return found.step_s - sum(found.breakdown.get(name, 0.0) for name in NOT_TIMED)
 
 
@@ -195,8 +195,8 @@ class Case:
             precision=self.precision,
         )
 
-    def predict(self, devices: int) -> Prediction:
-        return predict(self.plan(devices))
+    def predicted(self, devices: int) -> Prediction:
+        return simulate(self.plan(devices))
 
 
 def batched(microbatch: int, **degrees: int) -> Layout:
@@ -238,12 +238,12 @@ NANOTRON_TP16 = Case("llama3.2-3b", "p5", 4096, 16, batched(16, tp=16))
 @cache
 def loss(case: Case, start: int, end: int, other: Case | None = None) -> float:
     """Percent of throughput per device lost from `start` to `end` devices (of another case there)."""
-    first, last = case.predict(start), (other or case).predict(end)
+    first, last = case.predicted(start), (other or case).predicted(end)
     return 100 * (last.tokens_per_s_per_device / first.tokens_per_s_per_device - 1)
 
 
 def power_loss(case: Case, start: int, end: int) -> float:
-    return 100 * (case.predict(end).power_w_per_device / case.predict(start).power_w_per_device - 1)
+    return 100 * (case.predicted(end).power_w_per_device / case.predicted(start).power_w_per_device - 1)
 
 
 def scaling_claims() -> Iterator[Claim]:

@@ -49,7 +49,7 @@ SOFTWARE: dict[str, tuple[float, float]] = {
     "link_exposed": (0.6, 0.3),
     "network_exposed": (0.5, 0.3),
     "gradient_exposed": (0.5, 0.5),
-    "tensor_exposed": (0.2, 0.5),
+    "tensor_exposed": (0.15, 0.5),
     "context_exposed": (0.3, 0.4),
     "doubling": (0.009, 0.4),
 }

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from wavetrain.cluster import Cluster, Device, load_cluster
     from wavetrain.model import Model, Work, load_model
     from wavetrain.model.traced import trace
+    from wavetrain.plan import Plan
+    from wavetrain.sim.predict import simulate
     from wavetrain.trace import Timeline
 
 _HOME = {
@@ -26,11 +28,13 @@ _HOME = {
     "Device": "wavetrain.cluster",
     "InputError": "wavetrain.base.errors",
     "Model": "wavetrain.model",
+    "Plan": "wavetrain.plan",
     "Timeline": "wavetrain.trace",
     "WavetrainError": "wavetrain.base.errors",
     "Work": "wavetrain.model",
     "load_cluster": "wavetrain.cluster",
     "load_model": "wavetrain.model",
+    "simulate": "wavetrain.sim.predict",
     "trace": "wavetrain.model.traced",
 }
 
@@ -39,12 +43,14 @@ __all__ = [
     "Device",
     "InputError",
     "Model",
+    "Plan",
     "Timeline",
     "WavetrainError",
     "Work",
     "__version__",
     "load_cluster",
     "load_model",
+    "simulate",
     "trace",
 ]
 

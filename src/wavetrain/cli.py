@@ -32,7 +32,7 @@ MOST_DEGREE = 10_000_000
 
 app = typer.Typer(
     name="wavetrain",
-    help="Plan, predict and run the training of large models.",
+    help="Plan, simulate and run the training of large models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -69,7 +69,7 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Plan, predict and run the training of large models."""
+    """Plan, simulate and run the training of large models."""
 
 
 @app.command()
@@ -190,7 +190,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.plan import read_plan, write_plan
     from wavetrain.show.prediction import prediction_card, prediction_document
     from wavetrain.sim.advice import remedies
-    from wavetrain.sim.predict import predict
+    from wavetrain.sim.predict import simulate as predicted
     from wavetrain.trace import write_chrome
 
     options = {
@@ -224,7 +224,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
         made = read_plan(plan)
     else:
         made = _requested(given)
-    found = predict(made)
+    found = predicted(made)
     advice = [] if found.fits else remedies(made)
     if output is not None:
         _write(output, write_plan(made))

@@ -20,7 +20,7 @@ from wavetrain.schedule import SCHEDULES, Costs, Shape, evaluate
 from wavetrain.sim.breakdown import TERMS
 from wavetrain.sim.estimate import SCHEDULE_KINDS, BlockTimes, bubble_seconds, estimate
 from wavetrain.sim.gather import gather
-from wavetrain.sim.predict import predict
+from wavetrain.sim.predict import simulate
 
 CLOSED = ("1f1b", "gpipe", "interleaved", "looped-bfs", "wave", "zb-h1", "zb-h2", "interleaved-zb")
 WHOLE = tuple(name for name in SCHEDULE_KINDS if not SCHEDULES[name].split)
@@ -147,36 +147,36 @@ def test_the_split_wave_is_never_better_than_its_formula(plan, f, i, w):
 @settings(max_examples=40)
 @given(even_plans(CLOSED, INSTANT))
 def test_equal_to_the_events_without_messages(plan):
-    assert priced(plan, IDEAL).step_s[0] == pytest.approx(predict(plan, IDEAL).step_s, rel=1e-12)
+    assert priced(plan, IDEAL).step_s[0] == pytest.approx(simulate(plan, IDEAL).step_s, rel=1e-12)
 
 
 @settings(max_examples=20)
 @given(even_plans(("1f1b", "zb-h1", "zb-h2", "interleaved-zb"), INSTANT, stack=Stack(barrier=False)))
 def test_equal_to_the_events_without_messages_and_barrier(plan):
-    assert priced(plan, IDEAL).step_s[0] == pytest.approx(predict(plan, IDEAL).step_s, rel=1e-12)
+    assert priced(plan, IDEAL).step_s[0] == pytest.approx(simulate(plan, IDEAL).step_s, rel=1e-12)
 
 
 @settings(max_examples=30)
 @given(even_plans(CLOSED, "dgx-a100"))
 def test_close_to_the_events_with_messages(plan):
-    assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=0.02)
+    assert priced(plan).step_s[0] == pytest.approx(simulate(plan).step_s, rel=0.02)
 
 
 @settings(max_examples=30)
 @given(even_plans(CLOSED, "dgx-a100", stack=Stack(message_overlap=True)))
 def test_close_to_the_events_with_messages_beside_compute(plan):
-    assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=0.02)
+    assert priced(plan).step_s[0] == pytest.approx(simulate(plan).step_s, rel=0.02)
 
 
 def test_chimera_is_close_to_the_events():
     plan = plan_of(blocks_only("gpt3-1.3b", 64), "dgx-a100", seq_len=1024, pp=8, schedule="chimera", global_batch=16)
-    assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=0.02)
+    assert priced(plan).step_s[0] == pytest.approx(simulate(plan).step_s, rel=0.02)
 
 
 @settings(max_examples=20)
 @given(plans(schedules=("1f1b",)).filter(lambda plan: plan.layout.pp == 1))
 def test_equal_to_the_events_without_a_pipeline(plan):
-    assert priced(plan).step_s[0] == pytest.approx(predict(plan).step_s, rel=1e-12)
+    assert priced(plan).step_s[0] == pytest.approx(simulate(plan).step_s, rel=1e-12)
 
 
 # --- limits ---

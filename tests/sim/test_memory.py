@@ -17,7 +17,7 @@ from wavetrain.schedule import SCHEDULES, Costs, evaluate
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import in_flight, memory, saved_bytes
-from wavetrain.sim.predict import predict
+from wavetrain.sim.predict import simulate
 
 CLOSED = tuple(name for name in SCHEDULE_KINDS if name != "chimera")
 
@@ -74,20 +74,20 @@ def test_microbatches_in_flight_are_those_of_executed_orders(plan):
 @settings(max_examples=30)
 @given(even_plans())
 def test_equal_to_the_peak_of_the_events(plan):
-    assert peak(plan) == pytest.approx(predict(plan).peak_bytes, rel=1e-9)
+    assert peak(plan) == pytest.approx(simulate(plan).peak_bytes, rel=1e-9)
 
 
 @settings(max_examples=30)
 @given(even_plans(whole=True))
 def test_close_to_the_peak_of_the_events_for_whole_models(plan):
     """Embedding and head make ranks differ: the form looks at three of them, each at its own peak."""
-    events = predict(plan).peak_bytes
+    events = simulate(plan).peak_bytes
     assert events * 0.99 <= peak(plan) <= events * 1.1
 
 
 def test_chimera():
     plan = plan_of(blocks_only("gpt3-1.3b", 64), "dgx-a100", pp=8, schedule="chimera", global_batch=16)
-    assert peak(plan) == pytest.approx(predict(plan).peak_bytes, rel=0.02)
+    assert peak(plan) == pytest.approx(simulate(plan).peak_bytes, rel=0.02)
 
 
 @settings(max_examples=40)

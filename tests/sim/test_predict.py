@@ -17,7 +17,7 @@ from wavetrain.plan.layout import Recompute
 from wavetrain.schedule import SCHEDULES, verify
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 from wavetrain.sim.gather import gather
-from wavetrain.sim.predict import Prediction, plan_actions, predict, step_flops
+from wavetrain.sim.predict import Prediction, plan_actions, simulate, step_flops
 from wavetrain.sim.stages import stage_times
 
 SLACK = 1 + 1e-9
@@ -29,7 +29,7 @@ NUMBERS = [item.name for item in fields(Prediction) if item.type == "float"]
 @settings(max_examples=60)
 @given(plans())
 def test_totals_agree(plan):
-    found = predict(plan)
+    found = simulate(plan)
     tokens, devices = plan.layout.global_batch * plan.seq_len, plan.layout.num_devices
     assert sum(found.breakdown.values()) == pytest.approx(found.step_s, rel=1e-9)
     assert all(value >= 0 for value in found.breakdown.values())
@@ -47,7 +47,7 @@ def test_totals_agree(plan):
 @settings(max_examples=30)
 @given(plans())
 def test_the_peak_is_that_of_the_timeline(plan):
-    found = predict(plan)
+    found = simulate(plan)
     peaks = [found.timeline.peak(rank, "memory_bytes") for rank in range(plan.layout.pp)]
     assert found.peak_bytes in peaks
     assert found.peak_bytes + found.reserve_bytes >= max(peaks)
@@ -58,7 +58,7 @@ def test_the_peak_is_that_of_the_timeline(plan):
 @settings(max_examples=20)
 @given(plans())
 def test_deterministic(plan):
-    one, other = predict(plan), predict(replace(plan))
+    one, other = simulate(plan), simulate(replace(plan))
     assert one == other
     assert one.timeline == other.timeline
 
@@ -85,7 +85,7 @@ def test_full_recomputation_repeats_the_blocks_forward(plan):
     ends = sum(o.forward_flops(work) for layer in (model.layers[0], model.layers[-1]) for o in layer.operators)
     assert needed == number * (model.forward_flops(work) + model.backward_flops(work))
     assert again == number * (model.forward_flops(work) - ends)
-    found = predict(plan)
+    found = simulate(plan)
     assert found.hfu / found.mfu == pytest.approx(1 + again / needed)
 
 
@@ -96,7 +96,7 @@ def test_selective_recomputation_repeats_attention(plan):
     work = Work(plan.seq_len, plan.layout.microbatch, plan.precision.compute)
     attention = plan.model.total(lambda o: o.forward_flops(work) if isinstance(o, Attention) else 0)
     assert step_flops(plan)[1] == plan.layout.num_microbatches * plan.layout.dp * attention
-    none = predict(replace(plan, recompute=Recompute.NONE))
+    none = simulate(replace(plan, recompute=Recompute.NONE))
     assert none.hfu == none.mfu
 
 
@@ -107,7 +107,7 @@ def test_selective_recomputation_repeats_attention(plan):
 @given(plans(schedules=WHOLE), st.sampled_from(BETTER), st.sampled_from((1.01, 2.0, 50.0)))
 def test_better_hardware_is_never_slower(plan, what, factor):
     faster = replace(plan, cluster=better(plan.cluster, what, factor))
-    assert predict(faster).step_s <= predict(plan).step_s * SLACK
+    assert simulate(faster).step_s <= simulate(plan).step_s * SLACK
 
 
 SPLIT = tuple(name for name in FIXED if SCHEDULES[name].split)
@@ -118,7 +118,7 @@ SPLIT = tuple(name for name in FIXED if SCHEDULES[name].split)
 def test_better_hardware_never_slows_a_split_backward(plan, what, factor):
     """Where the host sets the pace, a backward is parted in the ratio of its kernels: a shorter W fills less."""
     faster = replace(plan, cluster=better(plan.cluster, what, factor))
-    assert predict(faster).step_s <= predict(plan).step_s * (1 + 1e-9)
+    assert simulate(faster).step_s <= simulate(plan).step_s * (1 + 1e-9)
 
 
 @settings(max_examples=40)
@@ -127,7 +127,7 @@ def test_more_microbatches_are_never_faster(plan, rounds):
     layout = plan.layout
     more = layout.dp * layout.microbatch * layout.pp * rounds
     larger = replace(plan, layout=replace(layout, global_batch=layout.global_batch + more))
-    assert predict(plan).step_s <= predict(larger).step_s * SLACK
+    assert simulate(plan).step_s <= simulate(larger).step_s * SLACK
 
 
 @settings(max_examples=30)
@@ -138,7 +138,7 @@ def test_never_faster_than_the_work_at_peak(plan):
     block_s = (found.block.f_s + found.block.b_s)[0]
     copies = plan.placement.num_stages // plan.placement.depth
     least_s = max(plan.blocks_by_rank) / copies * plan.layout.num_microbatches * block_s
-    assert predict(plan).step_s >= least_s * (1 - 1e-9)
+    assert simulate(plan).step_s >= least_s * (1 - 1e-9)
 
 
 # --- single plans ---
@@ -146,17 +146,17 @@ def test_never_faster_than_the_work_at_peak(plan):
 
 def test_it_fits_or_not():
     small = plan_of(model_of("gpt3-1.3b", 8), "dgx-a100", global_batch=8, seq_len=1024)
-    assert predict(small).fits
+    assert simulate(small).fits
     large = plan_of(model_of("llama2-7b", 32), "dgx-a100", global_batch=8, seq_len=1024, fp16=True)
-    found = predict(large)
+    found = simulate(large)
     assert found.peak_bytes > 16 * large.model.num_parameters
     assert not found.fits
 
 
 def test_laws_may_be_given():
     plan = plan_of(model_of("gpt3-1.3b", 8), "dgx-a100", global_batch=8, seq_len=1024)
-    later = predict(plan, replace(LAWS, step_s=LAWS.step_s + 1.0))
-    assert later.step_s == pytest.approx(predict(plan).step_s + 1.0)
+    later = simulate(plan, replace(LAWS, step_s=LAWS.step_s + 1.0))
+    assert later.step_s == pytest.approx(simulate(plan).step_s + 1.0)
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULE_KINDS if name != "chimera"])
@@ -165,7 +165,7 @@ def test_closed_form_and_events_name_the_same_terms(schedule):
     plan = plan_of(
         model_of("gpt3-1.3b", 16), "dgx-a100", global_batch=16, pp=4, schedule=schedule, chunks=chunks, seq_len=1024
     )
-    found, simulated = priced(plan), predict(plan)
+    found, simulated = priced(plan), simulate(plan)
     named = {name for name, value in found.terms.items() if value[0]}
     assert set(simulated.breakdown) == named
     assert simulated.breakdown["recompute" if "recompute" in named else "compute"] > 0

@@ -1,7 +1,7 @@
 """Stacks of blocks under torch's FSDP2 on one process: what its memory tracker says a step holds at its peak.
 
-Fake tensors and a fake process group: nothing is computed, allocated or sent. The optimizer's states are made before the
-tracked step, as in all steps but the first; with several microbatches, gradients too, as for all but the first.
+Fake tensors and a fake process group: nothing is computed, allocated or sent. The optimizer's states are made before
+the tracked step, as in all steps but the first; with several microbatches, gradients too, as for all but the first.
 """
 
 from __future__ import annotations

@@ -77,12 +77,12 @@ class Simulation:
     step_s: float
 
 
-def predict(plan: Plan, laws: Laws | None = None) -> Prediction:
+def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
     """Simulate one step of a plan."""
     laws = laws or load_laws()
     batch = gather([plan])
     found = estimate(batch, laws)
-    run = simulate(plan, batch, found, laws)
+    run = play(plan, batch, found, laws)
     terms = breakdown(plan, found, run.result, run.step_s)
     step_s = sum(terms.values())
     rank, reserve = fullest_rank(run.static, run.result, laws)
@@ -112,7 +112,7 @@ def predict(plan: Plan, laws: Laws | None = None) -> Prediction:
     )
 
 
-def simulate(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
+def play(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
     """Run the plan's actions; what happens once per step follows on every rank, waiting for slow nodes last."""
     times, sizes = stage_times(plan, batch, found), stage_bytes(plan, batch, laws)
     actions = plan_actions(plan, times)
