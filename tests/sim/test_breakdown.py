@@ -12,12 +12,12 @@ from plans import LAWS, model_of, plan_of, plans, priced
 from wavetrain.plan.layout import Recompute
 from wavetrain.sim.breakdown import TAIL, TERMS, breakdown, busiest, computing, copies, idle_share
 from wavetrain.sim.gather import gather
-from wavetrain.sim.predict import simulate
+from wavetrain.sim.predict import play
 
 
 def simulated(plan):
     found = priced(plan)
-    return found, simulate(plan, gather([plan]), found, LAWS)
+    return found, play(plan, gather([plan]), found, LAWS)
 
 
 @settings(max_examples=60)

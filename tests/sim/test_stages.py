@@ -15,7 +15,7 @@ from wavetrain.plan.stack import Stack
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import memory, saved_bytes
-from wavetrain.sim.predict import simulate
+from wavetrain.sim.predict import play
 from wavetrain.sim.stages import (
     fullest_rank,
     peak_parts,
@@ -98,7 +98,7 @@ def test_static_bytes_of_a_rank_are_those_of_the_closed_form(plan):
 @given(plans())
 def test_parts_of_the_peak_sum_to_it(plan):
     batch, found = gather([plan]), priced(plan)
-    run = simulate(plan, batch, found, LAWS)
+    run = play(plan, batch, found, LAWS)
     rank, reserve = fullest_rank(run.static, run.result, LAWS)
     parts = peak_parts(rank, run.static, run.result, run.actions, run.sizes)
     assert sum(parts.values()) == pytest.approx(run.result.peak_bytes[rank], rel=1e-12)
