@@ -325,9 +325,14 @@ def seconds(plan: Plan) -> float:
     return float(found.step_s[0] - found.terms["optimizer"][0] - found.terms["host"][0])
 
 
+def accumulated(plan: Plan) -> Plan:
+    """The same with two microbatches, so that gradients are there all through a step, as FairScale keeps them."""
+    return replace(plan, layout=replace(plan.layout, global_batch=2 * plan.layout.global_batch))
+
+
 def layer_ratio(hidden: int, level: int) -> float:
     """Bytes of a layer over those of its fp32 parameters."""
-    more, less = (peak(osdp_plan(hidden, level, layers=n)) for n in (48, 24))
+    more, less = (peak(accumulated(osdp_plan(hidden, level, layers=n))) for n in (48, 24))
     return (more - less) / 24 / (48 * hidden**2)
 
 
@@ -348,8 +353,8 @@ def bus_rate(hidden: int, level: int, rounds: int) -> float:
 
 def gathered_copies() -> float:
     """Bytes beside persistent ones when all blocks are sharded, over those of a block (bias and norms included)."""
-    plan = osdp_plan(1024, 3)
-    held = memory(gather([plan]), load_laws()).parts["gathered"][0]
+    plan = accumulated(osdp_plan(1024, 3))
+    held = memory(gather([plan]), load_laws()).parts["working"][0]
     block = plan.model.layers[1]
     return float(held) / sum(p.num_elements * 4 for o in block.operators for p in o.parameters)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavetrain.base.units import DType
-from wavetrain.cost.memory import gathered_bytes, kept_bytes, state_bytes
+from wavetrain.cost.memory import Passage, Unit, kept_bytes, state_bytes, working_bytes
 from wavetrain.plan.stack import Precision
 
 MIXED = Precision()  # bf16, gradients in fp32, Adam's 12
@@ -35,9 +35,9 @@ def test_sharded_optimizer():
 
 
 def test_fully_sharded():
-    """Only the master copy, the moments and the gradients stay, all cut; parameters exist for a moment."""
-    assert per_parameter(MIXED, shards=4) == [0, 1, 3]
-    assert per_parameter(HALF, shards=4) == [0, 0.5, 3]
+    """Only the master copy and the moments stay, all cut; parameters and gradients exist for a moment."""
+    assert per_parameter(MIXED, shards=4) == [0, 0, 3]
+    assert per_parameter(HALF, shards=4) == [0, 0, 3]
 
 
 @given(st.sampled_from([MIXED, HALF, FP32]), st.integers(1, 1024), st.integers(1, 8))
@@ -54,9 +54,38 @@ def test_what_recomputation_keeps():
     assert kept_bytes(saved, inputs, recomputed, np.array([0, 1, 2])).tolist() == [100, 70, 5]
 
 
-def test_gathered_copies():
-    """Four copies of the block at work in the compute format, a slice at a time; and what is kept."""
-    block, kept = np.array(10.0), np.array(0.0)
-    assert gathered_bytes(block, kept, 1.0, MIXED) == 4 * 10 * 2
-    assert gathered_bytes(block, kept, 4.0, MIXED) == 10 * 2
-    assert gathered_bytes(block, np.array(50.0), 1.0, FP32) == (4 * 10 + 50) * 4
+def unit(number, *, kept=0.0, shards=8, once=True):
+    """A unit of so many parameters, bf16 gathered and fp32 reduced."""
+    values = (2 * number, 2 * kept, 4 * number, 4 * number / shards * once)
+    return Unit(*(np.array(float(value)) for value in values))
+
+
+def passage(saved=0.0, output=0.0, working=0.0, logits=0.0):
+    return Passage(*(np.array(float(value)) for value in (saved, output, working, logits)))
+
+
+def test_a_block_at_work_by_hand():
+    """In the backward: in full and its buffer, the next one's buffer, the reduction behind: 2 + 2 + 2 + 4 bytes."""
+    nothing, blocks = unit(0), np.array(8.0)
+    forward, backward = working_bytes(blocks, unit(100, once=False), nothing, nothing, passage())
+    assert (forward, backward) == (600, 1000)
+    forward, backward = working_bytes(blocks, unit(100, kept=100, once=False), nothing, nothing, passage())
+    assert (forward, backward) == (400, 400)
+    _, backward = working_bytes(blocks, unit(0), nothing, nothing, passage(working=30, saved=7))
+    assert backward == 30
+    forward, backward = working_bytes(blocks, unit(0), nothing, nothing, passage(logits=50, working=30))
+    assert (forward, backward) == (50, 50)
+
+
+def test_what_is_saved_goes_as_shards_of_gradients_come():
+    """At the end of the backward seven shards are there and seven blocks have given back what they saved."""
+    nothing, blocks = unit(0), np.array(8.0)
+    _, backward = working_bytes(blocks, unit(100), nothing, nothing, passage())
+    assert backward == 1000 + 6 * 50
+    _, less = working_bytes(blocks, unit(100), nothing, nothing, passage(saved=1000))
+    assert less == 600
+
+
+def test_a_vocabulary_may_be_the_largest_unit():
+    _, backward = working_bytes(np.array(2.0), unit(1), unit(1000), unit(0), passage())
+    assert backward >= 1000 * (2 + 4 + 0.5)

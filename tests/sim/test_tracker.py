@@ -1,8 +1,8 @@
 """The memory of sharded plans against torch's own tracker of FSDP2 (torch.distributed._tools.fsdp2_mem_tracker).
 
-What holds now: states, sharded gradients, activations and kept blocks are the tracker's to the byte or nearly so. The
-peak is not yet: `memory` adds up what is never held at once, and leaves some things out; `walk` is the law that the
-tracker follows. Tests marked xfail are the target (mean error of 5 %, never below) and say what is missing.
+States, sharded gradients, activations and kept blocks are the tracker's to the byte or nearly so; `walk` is the law
+that the tracker follows block by block, `cost.memory.working_bytes` its closed form: a mean error under 5 %, never
+below.
 """
 
 import sys
@@ -157,11 +157,11 @@ def test_activations_are_exact(attention):
 
 
 def test_four_copies_of_a_block_in_fp32():
-    case = stack(ranks=8, tokens=FEW, half=False)
-    torchs, activations = tracked(case), 5 * FEW * WIDTH * 4  # gradients of a product's input and output
+    case = stack(ranks=8, tokens=FEW, half=False, microbatches=2)
+    torchs, activations = tracked(case), 2 * 5 * FEW * WIDTH * 4  # gradients of a product's input and output
     copies = ("Unsharded Param", "All Gather", "Reduce Scatter", "Temp")
     assert torchs["Unsharded Param"] == torchs["All Gather"] == torchs["Reduce Scatter"] == 4 * BLOCK
-    assert 0 <= sum(torchs[name] for name in copies) - parts(case)["gathered"] <= activations
+    assert abs(sum(torchs[name] for name in copies) - parts(case)["working"]) <= activations
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -185,34 +185,21 @@ def test_the_closed_form_and_the_events_agree():
         assert simulate(plan_for(case), LAWS).peak_bytes == pytest.approx(peak(case), rel=1e-9)
 
 
-def test_the_peak_is_within_a_third():
-    """What is achieved: a mean error of 11 %; from 10 % below to 34 % above."""
-    found = errors(peak, FAMILY)
-    assert mean(found) <= 0.13
-    assert min(found) >= -0.1
-    assert max(found) <= 0.34
-
-
-@pytest.mark.xfail(reason="sums what is held at different moments: see walk")
 def test_the_peak_is_within_five_percent():
     assert mean(errors(peak, FAMILY)) <= 0.05
 
 
-@pytest.mark.xfail(reason="reduced in fp32 what is gathered in bf16: 3 * 2 + 4 bytes per parameter, not 4 * 2")
 def test_never_below_with_mixed_precision():
     assert min(errors(peak, [case for case in FAMILY if case.half and case.tokens == FEW])) >= -SCALARS
 
 
-@pytest.mark.xfail(reason="gradients of activations are not counted: those of a product's input and output")
 def test_never_below_with_many_tokens():
     assert min(errors(peak, [case for case in FAMILY if case.tokens == MOST])) >= -SCALARS
 
 
-@pytest.mark.xfail(reason="the block at work is the average one, not the largest")
 def test_never_below_with_unequal_blocks():
     assert peak(UNEQUAL) >= tracked(UNEQUAL)["Total"]
 
 
-@pytest.mark.xfail(reason="embedding and head are cut, but never gathered")
 def test_never_below_with_a_vocabulary():
     assert peak(ENDS) >= tracked(ENDS)["Total"]

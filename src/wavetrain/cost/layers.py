@@ -63,6 +63,7 @@ class LayerFacts:
     logits: Floats  # on one device
     dropped_bytes: Floats  # of saved_bytes, what the operators chosen to be computed again do not keep
     repeated_elements: Floats  # of message_elements, what they exchange again
+    working_bytes: Floats  # gradients of a product's input and output, of the largest one
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class LayerSeconds:
 def layer_facts(cases: Sequence[Case]) -> LayerFacts:
     """The facts of each case, in order."""
     made = [_kernels(case) for case in cases]
-    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 13)
+    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 14)
     return LayerFacts(table(made), *rows.T)
 
 
@@ -180,7 +181,16 @@ def _facts(case: Case) -> tuple[float, ...]:
         sum(work.tokens * o.vocab for o in losses) / logit_cut,
         dropped_bytes(case, work),
         sum(e for o, e in zip(layer.operators, elements, strict=True) if o.name in case.recomputed),
+        max((_product_elements(o, work, split) for o in layer.operators if isinstance(o, Linear)), default=0.0)
+        * work.bytes_per_element,
     )
+
+
+def _product_elements(operator: Linear, work: Work, split: Split) -> float:
+    """Elements that a product takes in and puts out on one device."""
+    inputs = operator.inputs / (split.tp if operator.axis is Axis.ROW else 1)
+    outputs = operator.outputs / (split.tp if operator.axis in (Axis.COLUMN, Axis.VOCAB) else 1)
+    return operator.rows.at(work) / split.cp * (inputs + outputs)
 
 
 def dropped_bytes(case: Case, work: Work) -> float:

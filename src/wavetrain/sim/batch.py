@@ -73,6 +73,10 @@ class Batch:
         """A fact of cases for the average block of each plan."""
         return np.asarray((values[self.blocks] * self.block_counts).sum(axis=1) / self.num_blocks)
 
+    def largest_block(self, values: Floats) -> Floats:
+        """A fact of cases for the block of each plan that has most of it."""
+        return np.asarray(np.where(self.block_counts > 0, values[self.blocks], 0.0).max(axis=1))
+
     @property
     def sharded_parameters(self) -> Floats:
         """Parameters per block on one device that are cut over some group."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavetrain.cost.laws import Laws
-from wavetrain.cost.memory import gathered_bytes, kept_bytes, recomputed_bytes, state_bytes
+from wavetrain.cost.memory import Passage, Unit, kept_bytes, recomputed_bytes, state_bytes, working_bytes
 from wavetrain.plan.stack import Fusion
 from wavetrain.sim.batch import Batch
 from wavetrain.sim.estimate import SCHEDULE_KINDS
@@ -55,15 +55,63 @@ def memory(batch: Batch, laws: Laws) -> Holdings:
     saved = saved_bytes(batch, laws)
     live = in_flight(batch) / batch.stages / batch.copies  # microbatches of all of a rank's stages
     per_microbatch = place.blocks * saved.block + place.has_first * saved.embedding + place.has_last * saved.head
-    again = np.where(place.blocks > 0, saved.again, 0.0)
     parts = static_parts(batch, place, laws)
-    parts |= {"activations": live * per_microbatch, "working": np.maximum(again, place.has_last * saved.logits)}
+    parts |= {"activations": live * per_microbatch, "working": np.maximum(*passing_bytes(batch, place, laws))}
     total = np.asarray(sum(parts.values()))
     reserve = reserve_bytes(parts["activations"] + parts["working"], laws)
     fullest = (total + reserve).argmax(axis=0)[None]
     chosen = {name: np.take_along_axis(value, fullest, axis=0)[0] for name, value in parts.items()}
     peak, kept_free = (np.take_along_axis(value, fullest, axis=0)[0] for value in (total, reserve))
     return Holdings(peak, kept_free, chosen)
+
+
+def passing_bytes(batch: Batch, place: Place, laws: Laws) -> tuple[Floats, Floats]:
+    """Most bytes in passing on each place, in a forward and in a backward."""
+    saved, some = saved_bytes(batch, laws), place.blocks > 0
+    output = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
+    return working_bytes(
+        place.blocks,
+        _block_unit(batch, some.astype(np.float64)),
+        _end_unit(batch, batch.facts.parameters[batch.embedding] * place.has_first),
+        _end_unit(batch, batch.facts.parameters[batch.head] * place.has_last),
+        Passage(
+            saved=saved.block * some,
+            output=output * some,
+            working=(saved.again + batch.largest_block(batch.facts.working_bytes)) * some,
+            logits=saved.logits * place.has_last,
+        ),
+    )
+
+
+def _block_unit(batch: Batch, some: Floats) -> Unit:
+    """The sharded part of a block; of an operator that is split, one slice at a time."""
+    compute, reduced = batch.precision.compute.num_bytes, batch.precision.gradients.num_bytes
+    zero = np.zeros_like(batch.tp)
+    cut = [(part, np.where(part.group > 1, part.parameters, 0.0)) for part in batch.sharded]
+    mean = batch.mean_block(batch.facts.parameters)
+    larger = batch.largest_block(batch.facts.parameters) / np.maximum(mean, 1.0)  # the fullest moment is at the largest
+    return Unit(
+        gathered=some * larger * sum((n / part.collectives * compute for part, n in cut), zero),
+        kept=some * sum((np.where(part.keep, n, 0.0) * compute for part, n in cut), zero),
+        reduced=some * larger * sum((n / part.collectives * reduced for part, n in cut), zero),
+        shard=some * _once(batch) * sum((n / part.group * reduced for part, n in cut), zero),
+    )
+
+
+def _end_unit(batch: Batch, parameters: Floats) -> Unit:
+    whole = np.where(batch.end_group > 1, parameters, 0.0)
+    reduced = whole * batch.precision.gradients.num_bytes
+    return Unit(
+        gathered=whole * batch.precision.compute.num_bytes,
+        kept=0.0 * whole,
+        reduced=reduced,
+        shard=_once(batch) * reduced / batch.end_group,
+    )
+
+
+def _once(batch: Batch) -> Floats:
+    """1 where gradients are made once per step, unit by unit; 0 where microbatches add to what is there."""
+    return (batch.microbatches <= 1).astype(np.float64)
 
 
 def reserve_bytes(passing: Floats, laws: Laws) -> Floats:
@@ -82,11 +130,12 @@ def static_parts(batch: Batch, place: Place, laws: Laws) -> dict[str, Floats]:
         shards = shards + blocks * part.parameters / part.group
     optimizer_ways = np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
     parameters, gradients, optimizer = state_bytes(whole, shards, batch.precision, optimizer_ways)
+    accumulated = (1.0 - _once(batch)) * shards * batch.precision.gradients.num_bytes
     return {
         "parameters": parameters,
-        "gradients": gradients,
+        "gradients": gradients + accumulated,
         "optimizer": optimizer,
-        "gathered": _gathered(batch, blocks),
+        "gathered": batch.stack.kept_copies * blocks * _block_unit(batch, np.ones_like(batch.tp)).kept,
         "buffers": np.where(batch.data_ranks * batch.pp > 1, laws.buffer_bytes, 0.0) + 0 * blocks,
     }
 
@@ -116,15 +165,6 @@ def saved_bytes(batch: Batch, laws: Laws) -> Saved:
         again=again,
         logits=facts.logits[batch.head] * laws.logit_bytes,
     )
-
-
-def _gathered(batch: Batch, blocks: Floats) -> Floats:
-    total = 0.0 * blocks
-    for part in batch.sharded:
-        at_work = np.where(part.group > 1, part.parameters, 0.0) * (blocks > 0)
-        kept = np.where(part.keep, blocks * at_work, 0.0)
-        total = total + gathered_bytes(at_work, batch.stack.kept_copies * kept, part.collectives, batch.precision)
-    return total
 
 
 def _head_parameters(batch: Batch) -> Floats:

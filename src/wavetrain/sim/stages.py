@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
 from wavetrain.sim.batch import Batch, Floats
 from wavetrain.sim.engine import Result, StageBytes, StageTimes
 from wavetrain.sim.estimate import Estimate, hop_seconds
-from wavetrain.sim.memory import Place, reserve_bytes, saved_bytes, static_parts
+from wavetrain.sim.memory import Place, passing_bytes, reserve_bytes, saved_bytes, static_parts
 
 
 def stage_times(plan: Plan, batch: Batch, found: Estimate) -> tuple[StageTimes, ...]:
@@ -60,17 +61,24 @@ def _end(*parts: Floats) -> Floats:
 def stage_bytes(plan: Plan, batch: Batch, laws: Laws) -> tuple[StageBytes, ...]:
     """Bytes of every stage's actions."""
     saved = saved_bytes(batch, laws)
-    made = []
-    for stage in range(plan.placement.num_stages):
-        count = plan.cut[stage % len(plan.cut)]
-        first, last = plan.placement.is_first(stage), plan.placement.is_last(stage)
-        kept = count * saved.block[0] + first * saved.embedding[0] + last * saved.head[0]
-        logits = float(last * saved.logits[0])
-        again = float(saved.again[0]) if count else 0.0
-        made.append(
-            StageBytes(saved=float(kept), saved_for_w=float(kept), transient_f=logits, transient_b=max(logits, again))
+    stages = range(plan.placement.num_stages)
+    first, last = (np.array([[float(is_end(s))] for s in stages]) for is_end in _ends(plan))
+    counts = np.array([[float(plan.cut[s % len(plan.cut)])] for s in stages])
+    forward, backward = passing_bytes(batch, Place(counts, first, last), laws)
+    kept = counts * saved.block + first * saved.embedding + last * saved.head
+    return tuple(
+        StageBytes(
+            saved=float(kept[s, 0]),
+            saved_for_w=float(kept[s, 0]),
+            transient_f=float(forward[s, 0]),
+            transient_b=float(backward[s, 0]),
         )
-    return tuple(made)
+        for s in stages
+    )
+
+
+def _ends(plan: Plan) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
+    return plan.placement.is_first, plan.placement.is_last
 
 
 def rank_places(plan: Plan) -> Place:
