@@ -39,6 +39,7 @@ FAMILY = tuple(
         for kept in ("", "first")
     ]
     + [stack(ranks=4, tokens=tokens, half=half, microbatches=2) for half in (False, True) for tokens in (FEW, MOST)]
+    + [stack("all", ranks=2, tokens=FEW, half=True, microbatches=2)]
     + [stack(attention=True, ranks=4, tokens=tokens, half=True) for tokens in (FEW, MANY)]
 )
 UNEQUAL = Stack((Block(), Block(ffn=32 * WIDTH), Block(), Block()), ranks=8, tokens=FEW, half=False)
@@ -201,5 +202,6 @@ def test_never_below_with_unequal_blocks():
     assert peak(UNEQUAL) >= tracked(UNEQUAL)["Total"]
 
 
-def test_never_below_with_a_vocabulary():
-    assert peak(ENDS) >= tracked(ENDS)["Total"]
+@pytest.mark.parametrize("case", [ENDS, replace(ENDS, ranks=2, microbatches=2)])
+def test_never_below_with_a_vocabulary(case):
+    assert peak(case) >= tracked(case)["Total"] * (1 - SCALARS)

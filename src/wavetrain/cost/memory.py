@@ -54,7 +54,8 @@ class Unit:
     gathered: Floats  # in full, in the format it computes in
     kept: Floats  # the part of it that stays gathered until the backward
     reduced: Floats  # its gradient in full, in the format it is reduced in
-    shard: Floats  # of that gradient, what stays on one device; 0 where it is accumulated and so always there
+    scattered: Floats  # of that gradient, what one device receives
+    shard: Floats  # the same where it stays until the step's end; 0 where it is added to what is always there
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ def working_bytes(blocks: Floats, block: Unit, first: Unit, last: Unit, passage:
         + np.maximum(blocks - 2, 0) * (block.shard - saved),
         2 * g - blocks * k + first.gathered + working + block.reduced + last.shard + behind * (block.shard - saved),
         2 * first.gathered - blocks * k + block.reduced + last.shard + blocks * (block.shard - saved),
-        g - k + free + block.reduced + block.shard + output - saved,
-        last.gathered + free + last.reduced + last.shard,
-        first.gathered + first.reduced + first.shard + last.shard - blocks * k + blocks * (block.shard - saved),
+        g - k + free + block.reduced + block.scattered + output - saved,
+        last.gathered + free + last.reduced + last.scattered + output,
+        first.gathered + first.reduced + first.scattered + last.shard + output + blocks * (block.shard - saved - k),
     )
     backward = reduce(np.maximum, moments)
     return np.maximum(forward, 0.0), np.maximum(backward, 0.0)

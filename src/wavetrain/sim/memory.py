@@ -88,13 +88,15 @@ def _block_unit(batch: Batch, some: Floats) -> Unit:
     compute, reduced = batch.precision.compute.num_bytes, batch.precision.gradients.num_bytes
     zero = np.zeros_like(batch.tp)
     cut = [(part, np.where(part.group > 1, part.parameters, 0.0)) for part in batch.sharded]
+    scattered = sum((n / part.group * reduced for part, n in cut), zero)
     mean = batch.mean_block(batch.facts.parameters)
     larger = batch.largest_block(batch.facts.parameters) / np.maximum(mean, 1.0)  # the fullest moment is at the largest
     return Unit(
         gathered=some * larger * sum((n / part.collectives * compute for part, n in cut), zero),
         kept=some * sum((np.where(part.keep, n, 0.0) * compute for part, n in cut), zero),
         reduced=some * larger * sum((n / part.collectives * reduced for part, n in cut), zero),
-        shard=some * _once(batch) * sum((n / part.group * reduced for part, n in cut), zero),
+        scattered=some * scattered,
+        shard=some * _once(batch) * scattered,
     )
 
 
@@ -105,6 +107,7 @@ def _end_unit(batch: Batch, parameters: Floats) -> Unit:
         gathered=whole * batch.precision.compute.num_bytes,
         kept=0.0 * whole,
         reduced=reduced,
+        scattered=reduced / batch.end_group,
         shard=_once(batch) * reduced / batch.end_group,
     )
 
