@@ -30,6 +30,12 @@ def test_a_prediction_for_machines(run):
     assert 0 < found["bubble_fraction"] < 0.5
 
 
+def test_collectives_are_named_as_nccl_would_choose_them(run):
+    assert simulated(run, "--tp", "8")["algorithms"] == {"tensor": "nvls", "reduction": "ring"}
+    assert simulated(run, "--shard", "dp")["algorithms"] == {"sharding": "ring"}
+    assert simulated(run, "--pp", "16")["algorithms"] == {}
+
+
 def test_a_prediction_for_people_fits_a_terminal(run):
     ran = run("simulate", *FLAGS, "--shard", "dp")
     assert ran.code == 0

@@ -17,7 +17,7 @@ from wavetrain.sim.predict import Prediction
 
 Json = dict[str, Any]
 SCHEMA = "wavetrain.prediction/1"
-BAR = 16
+BAR = 12
 
 
 def prediction_document(plan: Plan, found: Prediction, remedies: Sequence[Remedy]) -> Json:
@@ -39,6 +39,7 @@ def prediction_document(plan: Plan, found: Prediction, remedies: Sequence[Remedy
         "fits": found.fits,
         "memory": {name: round(value) for name, value in found.memory.items()},
         "breakdown": found.breakdown,
+        "algorithms": found.algorithms,
         "bubble_fraction": found.bubble_fraction,
         "power_w_per_device": found.power_w_per_device,
         "tokens_per_joule": found.tokens_per_joule,
@@ -104,7 +105,8 @@ def _terms(found: Prediction) -> RenderableType:
     table = grid("where the time goes", ">seconds", ">share", "", "")
     for name, value in found.breakdown.items():
         share = value / found.step_s
-        table.add_row(name, format_seconds(value), f"{share:.1%}", Text(_bar(share), style="cyan"), TERMS[name])
+        words = f"{TERMS[name]}, {found.algorithms[name]}" if name in found.algorithms else TERMS[name]
+        table.add_row(name, format_seconds(value), f"{share:.1%}", Text(_bar(share), style="cyan"), words)
     return table
 
 

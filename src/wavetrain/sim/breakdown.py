@@ -12,9 +12,9 @@ from wavetrain.sim.estimate import Estimate
 TERMS = {
     "compute": "forward and backward kernels",
     "recompute": "forward kernels run again",
-    "tensor": "tensor-parallel collectives",
+    "tensor": "tensor parallelism",
     "context": "keys and values exchanged",
-    "sharding": "gathering, scattering shards",
+    "sharding": "gather and scatter",
     "transfer": "messages between stages",
     "bubble": "waiting for other stages",
     "reduction": "gradients summed",

@@ -357,11 +357,9 @@ def bubble_seconds(batch: Batch, block: BlockTimes, whole_s: Floats, slowest_s: 
 
 def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Floats]:
     """Gradient reduction, the optimizer and what else happens once per step."""
-    facts, precision = batch.facts, batch.precision
-    ends = facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0)
+    precision = batch.precision
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
-    cut = batch.sharded_parameters
-    whole_parameters = blocks * (batch.mean_block(facts.parameters) - cut) + np.where(batch.end_group > 1, 0.0, ends)
+    whole_parameters = replicated_parameters(batch)
     group = Span(batch.data_ranks, batch.tp)
     size = whole_parameters * precision.gradients.num_bytes
     zero1 = batch.shard_optimizer
@@ -381,6 +379,15 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
         "optimizer": optimizer_seconds(batch, whole_parameters, blocks, laws),
         "host": np.full(len(batch.tp), laws.step_s),
     }
+
+
+def replicated_parameters(batch: Batch) -> Floats:
+    """Parameters on the fullest rank that every data-parallel rank has in full."""
+    facts = batch.facts
+    ends = facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0)
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    own = blocks * (batch.mean_block(facts.parameters) - batch.sharded_parameters)
+    return np.asarray(own + np.where(batch.end_group > 1, 0.0, ends))
 
 
 def replica_seconds(batch: Batch) -> Floats:

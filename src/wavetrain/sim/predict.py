@@ -21,6 +21,7 @@ from wavetrain.schedule.action import COMPUTE, Actions, Kind
 from wavetrain.schedule.evaluate import Costs as OrderCosts
 from wavetrain.schedule.schedules import SCHEDULES
 from wavetrain.sim import engine
+from wavetrain.sim.algorithms import algorithms
 from wavetrain.sim.batch import Batch, Floats
 from wavetrain.sim.breakdown import breakdown, idle_share
 from wavetrain.sim.engine import Result, StageBytes, StageTimes
@@ -44,6 +45,7 @@ class Prediction:
     capacity_bytes: float
     memory: dict[str, float]
     breakdown: dict[str, float]
+    algorithms: dict[str, str]  # of collectives, by term
     bubble_fraction: float
     power_w_per_device: float
     tokens_per_joule: float
@@ -102,6 +104,7 @@ def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
         capacity_bytes=float(plan.cluster.device.memory_bytes),
         memory=peak_parts(rank, run.static, run.result, run.actions, run.sizes),
         breakdown=terms,
+        algorithms=algorithms(batch),
         bubble_fraction=idle_share(run.result),
         power_w_per_device=watts,
         tokens_per_joule=tokens / step_s / devices / watts,
