@@ -27,7 +27,7 @@ from wavetrain.study.rows import Inexpressible, plan_of, read_rows
 
 GRID = {
     "fragmentation": (0.05, 0.08, 0.1, 0.12),
-    "logit_bytes": (20.0, 24.0, 28.0),
+    "eager_logit_bytes": (20.0, 24.0, 28.0),
     "eager_norm_bytes": (3.0, 6.0, 9.0),
     "eager_activation_bytes": (0.0, 3.0, 6.0),
     "reserve_bytes": (0.7e9, 1.5e9, 3e9),

@@ -49,7 +49,9 @@ class Laws:
     # memory
     reserve_bytes: float  # context, libraries, allocator at rest
     fragmentation: float  # memory that an allocator can't use, over the activations that come and go
-    logit_bytes: float  # held per logit while the loss is computed
+    fused_logit_bytes: float  # held per logit while the loss is computed, by how it is
+    compiled_logit_bytes: float
+    eager_logit_bytes: float
     eager_norm_bytes: float  # kept per element by an eager norm beyond its input
     eager_activation_bytes: float  # kept per element by eager gated activations and rotary embeddings
     buffer_bytes: float  # gradient buckets and communication

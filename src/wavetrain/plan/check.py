@@ -103,6 +103,8 @@ def _multiples(value: int, unit: int, *, most: int) -> tuple[int, ...]:
 
 # --- each value by itself ---
 
+STACK_LIMITS = {"message_s": (0.0, 1e3), "bucket_bytes": (1e3, 1e15), "kept_copies": (0.0, 100.0)}
+
 
 def _sizes(plan: Plan) -> Iterator[Problem]:
     for name in SIZES:
@@ -114,6 +116,10 @@ def _sizes(plan: Plan) -> Iterator[Problem]:
         yield from _whole(f"{key}.slices", choice.slices)
     for stage, count in enumerate(plan.cut):
         yield from _whole(f"cut[{stage}]", count, least=0, near=0)
+    for name, (least, most) in STACK_LIMITS.items():
+        value = getattr(plan.stack, name)
+        if value is not None and not least <= value <= most:
+            yield _problem(f"stack.{name}", value, f"must be a number from {least:g} to {most:g}")
 
 
 def _each_choice(plan: Plan) -> Iterator[tuple[str, Choice]]:

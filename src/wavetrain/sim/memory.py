@@ -166,7 +166,7 @@ def saved_bytes(batch: Batch, laws: Laws) -> Saved:
         embedding=facts.saved_bytes[batch.embedding],
         head=facts.saved_bytes[batch.head],
         again=again,
-        logits=facts.logits[batch.head] * laws.logit_bytes,
+        logits=facts.logits[batch.head] * logit_bytes(batch, laws),
     )
 
 
@@ -193,6 +193,15 @@ def in_flight(batch: Batch) -> Floats:
     last = np.select([looped, kinds["1f1b"]], [(v - 1) * ranks + 1, 1.0], first)  # the others hold alike on all ranks
     middle = np.where(batch.pp > 1, np.maximum(first - np.where(looped, 2, 1), last), first)
     return np.asarray(np.minimum(np.stack([first, middle, last]), m * v))
+
+
+def logit_bytes(batch: Batch, laws: Laws) -> float:
+    """Bytes held per logit while the loss is computed."""
+    return {
+        Fusion.FUSED: laws.fused_logit_bytes,
+        Fusion.COMPILED: laws.compiled_logit_bytes,
+        Fusion.EAGER: laws.eager_logit_bytes,
+    }[batch.stack.elementwise]
 
 
 def eager_bytes(batch: Batch, laws: Laws) -> Floats:

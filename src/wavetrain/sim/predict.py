@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from wavetrain.base.errors import InputError, Problem
 from wavetrain.cost.compute import peak_rate
 from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.cost.money import usd_per_million_tokens
@@ -117,6 +118,7 @@ def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
 
 def play(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
     """Run the plan's actions; what happens once per step follows on every rank, waiting for slow nodes last."""
+    _refuse_endless(plan)
     times, sizes = stage_times(plan, batch, found), stage_bytes(plan, batch, laws)
     actions = plan_actions(plan, times)
     static = static_bytes(plan, batch, laws)
@@ -147,6 +149,21 @@ def period_seconds(
 
 
 GREEDY = ("wave-zb", "zb-v")  # orders that look at what actions take, without looking far
+MOST_CELLS = 1_000_000  # stages times microbatches that are played; greedy orders take longer to draw up
+MOST_GREEDY_CELLS = 20_000
+
+
+def _refuse_endless(plan: Plan) -> None:
+    """A step of too many actions is refused, with the largest batch that is played."""
+    layout, stages = plan.layout, plan.placement.num_stages
+    most = MOST_GREEDY_CELLS if layout.schedule in GREEDY else MOST_CELLS
+    if stages * layout.num_microbatches > most:
+        batch = most // stages * layout.dp * layout.microbatch
+        rule = (
+            f"{stages} stages x {layout.num_microbatches:,} microbatches are more than the {most:,} that are simulated"
+        )
+        remedy = f"a global batch of at most {batch:,}, or larger microbatches; a step's terms grow evenly beyond"
+        raise InputError(Problem(where="plan", key="layout.global_batch", rule=rule, remedy=remedy))
 
 
 def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:

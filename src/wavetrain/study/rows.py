@@ -25,6 +25,7 @@ from wavetrain.cost.laws import load_laws
 from wavetrain.model.architecture import Architecture, Stretch
 from wavetrain.model.model import Model
 from wavetrain.model.transformer import build
+from wavetrain.plan.check import check
 from wavetrain.plan.cut import counted_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
@@ -40,7 +41,8 @@ MOST_ROWS = 1_000_000
 LIMITS = {"layers": 10_000, "hidden": 10**6, "heads": 10_000, "ffn": 10**7, "vocab": 10**8, "seq": 10**8}
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved", "gpipe": "gpipe", "zb-1p": "zb-h1"}
 SCHEDULES |= {"zb-2p": "zb-h2", "wave": "wave"}
-_NUMBER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)")
+_NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)(?=$|[\s(]|-[a-z])")
+UNSTATED = ("", "nan", "not stated")
 
 
 class Inexpressible(Exception):  # noqa: N818 - a result for one row, never an error for the user
@@ -74,10 +76,13 @@ class _Reader:
     assumptions: list[str] = field(default_factory=list)
 
     def whole(self, column: str, default: int | None = None, *, assumed: bool = False) -> int:
-        value = self.row.number(column)
+        value, text = self.row.number(column), self.row.text(column).lower()
         if value is None:
+            if text not in UNSTATED:
+                self.problems.append(self._odd(column))
+                return default or 1
             if default is None:
-                self.problems.append(f"{column}: missing" if not self.row.text(column) else self._odd(column))
+                self.problems.append(f"{column}: missing")
                 return 1
             if assumed:
                 self.assumptions.append(f"{column} {default}")
@@ -102,6 +107,12 @@ class _Reader:
             self.problems.append(self._odd(column, "one of " + ", ".join(filter(None, legal))))
             return next(iter(legal.values()))
         return legal[text]
+
+    def positive(self, column: str) -> None:
+        """A measured number must be one, if it is there."""
+        value = self.row.number(column)
+        if self.row.text(column).lower() not in UNSTATED and (value is None or not 0 < value < 1e15):
+            self.problems.append(self._odd(column, "a number above 0"))
 
     def _odd(self, column: str, rule: str = "a number") -> str:
         return f"{column}: must be {rule}, not {self.row.text(column)[:40]!r}"
@@ -136,44 +147,53 @@ def read_rows(path: Path) -> list[Row]:
 def plan_of(row: Row) -> tuple[Plan, tuple[str, ...]]:
     """The plan that a row states, and what was assumed; raises `Inexpressible` with every column that is wrong."""
     reader = _Reader(row)
+    for column in ("measured_step_time_s", "peak_mem_gb"):
+        reader.positive(column)
+    reader.choice("score", {"": "1", "0": "0", "1": "1"})
     model = _model(reader)
     layout, choice = _layout(reader)
-    stack, precision, recompute = _stack(reader), _precision(reader), _recompute(reader)
+    stack, recompute = _stack(reader), _recompute(reader)
     cluster = _cluster(reader)
-    if not reader.problems:
-        _check(reader, model, layout, cluster)
+    precision = _precision(reader, cluster)
+    if not reader.problems and layout.num_devices != reader.whole("n_gpu"):
+        degrees = f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {layout.dp}"
+        reader.problems.append(f"n_gpu: {degrees} is {layout.num_devices} devices, not {row.text('n_gpu')}")
     if reader.problems:
-        raise Inexpressible("; ".join(reader.problems))
+        raise Inexpressible("; ".join(dict.fromkeys(reader.problems)))
     plan = Plan(
         model=model,
         cluster=cluster,
         layout=layout,
-        cut=counted_cut(model.num_blocks, num_stages(layout)),
+        cut=counted_cut(model.num_blocks, num_stages(layout)) if layout.pp <= model.num_layers else (),
         seq_len=model.seq_len,
         recompute=recompute,
         choice=choice,
         stack=stack,
         precision=precision,
     )
+    broken = check(plan)
+    if broken:
+        raise Inexpressible("; ".join(f"{COLUMNS.get(p.key, p.key)}: {p.value}: {p.rule}" for p in broken))
     return plan, tuple(reader.assumptions)
 
 
-def _check(reader: _Reader, model: Model, layout: Layout, cluster: Cluster) -> None:
-    devices, blocks = reader.whole("n_gpu"), model.num_blocks
-    degrees = f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} x dp {layout.dp}"
-    if layout.num_devices != devices:
-        reader.problems.append(f"n_gpu: {degrees} is {layout.num_devices} devices, not {devices}")
-    if layout.global_batch % (layout.dp * layout.microbatch):
-        what = f"dp {layout.dp} x microbatch {layout.microbatch}"
-        reader.problems.append(f"global_batch: {layout.global_batch} is no multiple of {what}")
-    stages = num_stages(layout)
-    if stages > blocks and stages != blocks + 2:  # embedding and head may have stages of their own
-        reader.problems.append(f"pp: {stages} stages are more than the {blocks} layers")
-    architecture = model.architecture
-    if architecture and architecture.heads % layout.tp:
-        reader.problems.append(f"tp: {architecture.heads} heads can't be divided by {layout.tp}")
-    if layout.num_devices > cluster.num_devices:
-        reader.problems.append(f"n_gpu: more than the {cluster.num_devices} devices of the cluster")
+COLUMNS = {  # where a plan's keys come from
+    "layout.dp": "dp",
+    "layout.tp": "tp",
+    "layout.pp": "pp",
+    "layout.cp": "cp",
+    "layout.chunks": "vpp",
+    "layout.waves": "vpp",
+    "layout.global_batch": "global_batch",
+    "layout.schedule": "schedule",
+    "layout.sequence_parallel": "seq_parallel",
+    "seq_len": "seq",
+    "choice.shard": "shard_group",
+    "choice.keep": "zero_stage",
+    "precision.compute": "precision",
+    "precision.products": "fp8",
+    "precision.gradients": "grad_dtype",
+}
 
 
 # --- parts of a plan ---
@@ -222,27 +242,27 @@ def _built(architecture: Architecture) -> Model:
 def _layout(reader: _Reader) -> tuple[Layout, Choice]:
     tp, pp, dp = reader.whole("tp"), reader.whole("pp"), reader.whole("dp")
     schedule = reader.choice("schedule", SCHEDULES)
-    chunks = reader.whole("vpp", 1) if schedule == "interleaved" else 1
+    vpp = reader.whole("vpp", 1)
+    chunks = vpp if schedule == "interleaved" else 1
     if schedule == "interleaved" and chunks == 1:
         schedule = "1f1b"
     layout = Layout(
         global_batch=reader.whole("global_batch"),
         microbatch=reader.whole("microbatch", 1, assumed=True),
         tp=tp,
-        sequence_parallel=tp > 1 and reader.yes("seq_parallel", default=reader.yes("tp_overlap")),
+        sequence_parallel=reader.yes("seq_parallel", default=reader.yes("tp_overlap")) and tp > 1,
         cp=reader.whole("cp", 1),
         dp=dp,
         pp=pp,
         schedule=schedule,
         chunks=chunks,
-        waves=reader.whole("vpp", 1) if schedule == "wave" else 1,
+        waves=vpp if schedule == "wave" else 1,
         shard_optimizer=reader.yes("shard_optimizer") and not reader.yes("shard_params"),
     )
     group = reader.whole("shard_group", dp)
-    keep = "2" in reader.row.text("zero_stage").lower().replace("fsdp", "")[:20]
-    if reader.yes("shard_params") and dp % group:
-        reader.problems.append(f"shard_group: {group} does not divide dp {dp}")
-    return layout, Choice(shard=group if reader.yes("shard_params") else 1, keep=keep)
+    sharded = reader.yes("shard_params")
+    keep = "zero2" in reader.row.text("zero_stage").lower().replace(" ", "").replace("-", "")
+    return layout, Choice(shard=group if sharded else 1, keep=keep and sharded and group > 1)
 
 
 def _stack(reader: _Reader) -> Stack:
@@ -259,11 +279,23 @@ def _stack(reader: _Reader) -> Stack:
     )
 
 
-def _precision(reader: _Reader) -> Precision:
-    formats = {"": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-    compute = DType.FP16 if reader.row.text("precision").lower().startswith("fp16") else DType.BF16
+def _precision(reader: _Reader, cluster: Cluster) -> Precision:
+    text = reader.row.text("precision").lower()
+    if text in UNSTATED:
+        half = next((dtype for dtype in HALVES if cluster.device.peak.of(dtype)), DType.FP32)
+        compute = DType.BF16 if reader.yes("fp8") else half
+        reader.assumptions.append(f"precision {compute.value}")
+    else:
+        compute = next((dtype for word, dtype in FORMATS.items() if word in text), DType.BF16)
+        if not any(word in text for word in FORMATS):
+            reader.problems.append(f"precision: must be bf16, fp16, fp32 or fp8, not {text[:40]!r}")
     products = DType.FP8 if reader.yes("fp8") else compute
+    formats = {"": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
     return Precision(compute=compute, products=products, gradients=DType(reader.choice("grad_dtype", formats)))
+
+
+HALVES = (DType.BF16, DType.FP16)
+FORMATS = {"fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16, "fp4": DType.BF16, "fp32": DType.FP32}
 
 
 def _recompute(reader: _Reader) -> Recompute:
@@ -293,12 +325,21 @@ def _cluster(reader: _Reader) -> Cluster:
         what = f"unknown device {device[:40]!r}" + (f", nearest {near[0]}" if near else "")
         reader.problems.append(f"device: {what if device else 'missing'}")
         device = device_names()[0]
+    if not _has_node(device):
+        reader.problems.append(f"device: no node type of the catalog has {device}")
+        return load_cluster(node_names()[0])
     return _cluster_of(device, per_node, nic, devices)
 
 
 @cache
+def _has_node(device: str) -> bool:
+    return next(_nodes_with(device), None) is not None
+
+
+@cache
 def _cluster_of(device: str, per_node: int, nic_gb_per_s: float | None, devices: int) -> Cluster:
-    node = _node_of(device, per_node)
+    size = max(n for n in range(1, min(per_node, devices) + 1) if devices % n == 0)
+    node = _node_of(device, per_node, size)
     if nic_gb_per_s is not None and node.network is not None:
         rate = nic_gb_per_s * 1e9 * node.num_devices / node.network.nics
         node = replace(node, network=replace(node.network, nic_bytes_per_s=rate))
@@ -307,17 +348,17 @@ def _cluster_of(device: str, per_node: int, nic_gb_per_s: float | None, devices:
 
 
 @cache
-def _node_of(device: str, per_node: int) -> Node:
-    """The catalog's node type with this device, preferably of this size; else the nearest, cut or grown to it."""
+def _node_of(device: str, per_node: int, size: int) -> Node:
+    """The catalog's node type with this device, preferably with so many; cut or grown to `size` of them."""
     nodes = sorted(_nodes_with(device), key=lambda n: (n.num_devices != per_node, not n.name.startswith("dgx"), n.name))
     node = nodes[0]
-    if node.num_devices == per_node or any(tier.across_nodes for tier in node.tiers):
+    if node.num_devices == size or any(tier.across_nodes for tier in node.tiers):
         return node
-    tiers = tuple(replace(t, size=per_node) for t in node.tiers if t.size == node.num_devices)
+    tiers = tuple(replace(t, size=size) for t in node.tiers if t.size == node.num_devices and size > 1)
     network = node.network
     if network is not None:
-        network = replace(network, nics=max(1, network.nics * per_node // node.num_devices))
-    return replace(node, num_devices=per_node, tiers=tiers, network=network)
+        network = replace(network, nics=max(1, network.nics * size // node.num_devices))
+    return replace(node, num_devices=size, tiers=tiers, network=network)
 
 
 def _nodes_with(device: str) -> Iterator[Node]:
