@@ -295,7 +295,7 @@ def _requested(given: dict[str, Any]) -> Plan:
     if "cut" in values:
         values["cut"] = _numbers("--cut", values["cut"])
     if "overlap" in values:
-        values["overlap"] = tuple(word for word in values["overlap"].split(",") if word)
+        values["overlap"] = tuple(values["overlap"].split(","))
     return plan_of(Request(**values))
 
 

@@ -19,7 +19,7 @@ from wavetrain.plan.check import TRAINING, check
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan
-from wavetrain.plan.stack import Precision
+from wavetrain.plan.stack import Precision, Stack
 from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.schedule.verify import verify
 
@@ -120,6 +120,16 @@ BROKEN = {
         *({"choices": named(ATTENTION, slices=2)}, "choices[0].choice.slices", "so many slices", ["1"], ["1"]),
     ),
     "slices of all": ({"choice": Choice(slices=128)}, "choice.slices", "every operator", EVERY_COUNT, ["64"]),
+    "a bucket of nothing": (
+        *({"stack": Stack(bucket_bytes=0.0)}, "stack.bucket_bytes", "must be a number from 1000", [], []),
+    ),
+    "a message that takes back time": (
+        *({"stack": Stack(message_s=-1.0)}, "stack.message_s", "must be a number from 0", [], []),
+    ),
+    "experts in pieces": (
+        *({"model": model("mixtral-8x7b"), "seq_len": 4096, "tp": 16, "pp": 1, "dp": 2}, "layout.tp"),
+        *("must divide the 8 experts", ["1", "2", "4", "8"], ["8"]),
+    ),
     "no slices": ({"choice": Choice(slices=0)}, "choice.slices", "whole number from 1", [], ["1"]),
     "recompute of one": (
         *({"choices": named(recompute=True), "recompute": Recompute.SELECTIVE}, "choices[0].choice.recompute"),

@@ -9,6 +9,7 @@ from wavetrain.base.units import DType
 from wavetrain.cluster import Cluster, load_cluster
 from wavetrain.model import Model, load_model, slice_counts
 from wavetrain.model.limits import divisors
+from wavetrain.model.operator import Experts
 from wavetrain.plan.check import TRAINING
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
@@ -62,7 +63,8 @@ def _choices(draw: st.DrawFn, *, dp: int, recompute: bool) -> Choice:
 
 @st.composite
 def _layouts(draw: st.DrawFn, of: Model, on: Cluster, *, most_stages: int) -> Layout:
-    tp = draw(st.sampled_from(_fitting_tp(of, on.num_devices)))
+    experts = {o.experts for layer in of.layers for o in layer.operators if isinstance(o, Experts)}
+    tp = draw(st.sampled_from([k for k in _fitting_tp(of, on.num_devices) if not any(n % k for n in experts)]))
     pp = draw(st.sampled_from([k for k in divisors(on.num_devices // tp) if k <= of.num_blocks]))
     cp = draw(st.sampled_from([k for k in divisors(on.num_devices // tp // pp) if k <= 8]))
     dp, microbatch = on.num_devices // tp // pp // cp, draw(st.integers(1, 5))

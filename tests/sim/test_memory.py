@@ -129,9 +129,9 @@ def test_zero1_and_sharded_states_by_hand():
     assert parts["gradients"][0] == pytest.approx((2 + 2 / 8) * number)
     sharded = plan_of(model_of("gpt3-125m", 12), "dgx-a100", global_batch=16, dp=8, seq_len=128, choice=Choice(8))
     parts = held(sharded).parts
-    assert parts["parameters"][0] == pytest.approx(0, abs=1)
+    assert parts["parameters"][0] == pytest.approx(4 * number / 8)
     assert parts["gradients"][0] == pytest.approx(4 * number / 8)
-    assert parts["optimizer"][0] == pytest.approx(12 * number / 8)
+    assert parts["optimizer"][0] == pytest.approx(8 * number / 8)
     block = sum(p.num_elements for o in plan.model.layers[1].operators for p in o.parameters)
     assert parts["gathered"][0] == 0
     assert parts["working"][0] >= (3 * 2 + 4) * block

@@ -144,9 +144,9 @@ def test_the_walk_is_the_tracker_s():
 def test_states_and_accumulated_gradients_are_exact(half, ranks):
     case = stack(ranks=ranks, tokens=FEW, half=half, microbatches=2)
     ours, torchs = parts(case), tracked(case)
-    assert ours["optimizer"] == pytest.approx(torchs["Sharded Param"] + torchs["OptState"], rel=SCALARS)
+    assert ours["optimizer"] == pytest.approx(torchs["OptState"], rel=SCALARS)
     assert ours["gradients"] == pytest.approx(torchs["Sharded Grad"], rel=1e-9)
-    assert ours["parameters"] == 0
+    assert ours["parameters"] == pytest.approx(torchs["Sharded Param"], rel=1e-9)
 
 
 @pytest.mark.parametrize("attention", [False, True])

@@ -172,7 +172,7 @@ def _facts(case: Case) -> tuple[float, ...]:
         sum(num_parameters(o) for o in layer.operators),
         sum(1 for e in elements if e) if split.tp > 1 else 0,
         sum(elements) if split.tp > 1 else 0,
-        sum(2 * work.tokens * o.kv_heads * o.head_dim / split.parts for o in attention),
+        sum(2 * work.tokens * o.kv_heads * o.head_dim / split.cp / min(split.tp, o.kv_heads) for o in attention),
         layer.operators[-1].output_elements(work) / split.whole,
         sum(saved_bytes(o, work, split) for o in layer.operators if not isinstance(o, Loss)),
         sum(_score_bytes(o, work, split) for o in attention),
@@ -228,7 +228,7 @@ def saved_bytes(operator: Operator, work: Work, split: Split) -> float:
     """
     cut = split.parts if operator.axis in (Axis.ROW, Axis.FEATURES, Axis.HEADS) else split.whole
     if isinstance(operator, Experts):
-        cut = split.cp
+        cut = split.parts  # each rank the tokens of its experts
     return operator.saved_bytes(work) / cut
 
 

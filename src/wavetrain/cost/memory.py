@@ -18,19 +18,21 @@ MASTER_BYTES = 4  # the optimizer's copy of a parameter, fp32
 def state_bytes(
     whole: Floats, shards: Floats, precision: Precision, optimizer_ways: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Bytes of parameters, gradients and optimizer states on one device.
+    """Bytes of parameters, gradients and optimizer states on one device (states include a master copy of 4).
 
     Whole parameters: the format they compute in, gradients as accumulated, and the optimizer's states. If those are cut
     `optimizer_ways` (ZeRO-1; Rajbhandari et al. 2020), gradients stay in the format they are computed in and are
-    accumulated in shards. Sharded parameters keep the optimizer's master copy only: they and their gradients are what
-    `working_bytes` is about.
+    accumulated in shards. Of sharded parameters a device keeps a shard of the master copy and of the other states; in
+    full they and their gradients are what `working_bytes` is about.
     """
     compute, accumulated = precision.compute.num_bytes, precision.gradients.num_bytes
-    parameters = whole * compute
+    parameters = whole * compute + shards * MASTER_BYTES
     cut = np.minimum(accumulated, compute + np.maximum(accumulated - compute, 0.0) / optimizer_ways)
     gradients = whole * np.where(optimizer_ways > 1, cut, accumulated)
     master = MASTER_BYTES if precision.compute.num_bytes >= MASTER_BYTES else 0  # then parameters are the master copy
-    optimizer = whole / optimizer_ways * (precision.state_bytes - master) + shards * precision.state_bytes
+    optimizer = whole / optimizer_ways * (precision.state_bytes - master) + shards * (
+        precision.state_bytes - MASTER_BYTES
+    )
     return parameters, gradients, optimizer
 
 

@@ -17,7 +17,7 @@ from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import MOST_NODES, Cluster
 from wavetrain.model.limits import MOST_LAYERS, MOST_SEQ_LEN, closest, divisors
 from wavetrain.model.model import Model
-from wavetrain.model.operator import Attention, Operator, slice_counts
+from wavetrain.model.operator import Attention, Experts, Operator, slice_counts
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan
@@ -231,6 +231,16 @@ def _heads(checked: _Checked) -> Iterator[Problem]:
             yield _problem("layout.tp", tp, rule, legal=legal, near=closest(tp, legal))
 
 
+def _experts(checked: _Checked) -> Iterator[Problem]:
+    """Each rank has whole experts."""
+    model, tp = checked.plan.model, checked.plan.layout.tp
+    found = {o.experts for layer in model.layers for o in layer.operators if isinstance(o, Experts)}
+    if checked.good("layout.tp") and any(number % tp for number in found):
+        legal = tuple(k for k in divisors(min(found)) if all(number % k == 0 for number in found))
+        rule = f"must divide the {' and '.join(map(str, sorted(found)))} experts of a layer"
+        yield _problem("layout.tp", tp, rule, legal=legal, near=closest(tp, legal))
+
+
 def _deals(kv_heads: int, tp: int) -> bool:
     return kv_heads % tp == 0 or tp % kv_heads == 0
 
@@ -371,9 +381,9 @@ def _placement(layout: Layout) -> Placement:
 
 
 def _stages_per_rank(plan: Plan) -> int:
-    """Stages per rank, or half as many where they run down and up: enough to see a size that is out of hand."""
+    """Stages per rank, without drawing up where they lie: a wave runs down and up."""
     schedule = SCHEDULES[plan.layout.schedule]
-    return (plan.layout.chunks if schedule.chunked else 1) * (plan.layout.waves if schedule.waved else 1)
+    return (plan.layout.chunks if schedule.chunked else 1) * (2 * plan.layout.waves if schedule.waved else 1)
 
 
 def _pipeline(checked: _Checked) -> Iterator[Problem]:
@@ -469,7 +479,7 @@ def _precision(checked: _Checked) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(_world, _batch, _heads, _sequence, _length),
+    *(_world, _batch, _heads, _experts, _sequence, _length),
     *(_names, _shards, _slices, _recompute),
     *(_pipeline, _stages, _cut, _precision),
 )

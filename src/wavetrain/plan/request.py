@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster
+from wavetrain.model.limits import divisors
 from wavetrain.model.model import Model
 from wavetrain.plan.check import check
 from wavetrain.plan.cut import even_cut
@@ -59,6 +60,8 @@ def plan_of(request: Request) -> Plan:
     gradients = _word("--gradients", request.gradients, ("fp32", "bf16", "fp16"), problems)
     for word in request.overlap:
         _word("--overlap", word, (*OVERLAPS, "none"), problems)
+    if "none" in request.overlap and len(request.overlap) > 1:
+        problems.append(Problem(where="--overlap", rule="none means nothing beside other words"))
     group = _group(request, layout, problems)
     if layout.pp > request.model.num_layers:
         rule = f"{layout.pp} stages are more than the {request.model.num_layers} layers of {request.model.name}"
@@ -126,7 +129,7 @@ def _remaining(request: Request, problems: list[Problem]) -> int:
     devices, others = request.cluster.num_devices, request.tp * request.cp * request.pp
     if devices % others:
         rule = f"tp {request.tp} x cp {request.cp} x pp {request.pp} = {others} does not divide the {devices} devices"
-        legal = tuple(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        legal = tuple(map(str, divisors(devices)))
         problems.append(Problem(where="--tp, --pp, --cp", rule=rule, legal=legal))
         return 1
     return devices // others
@@ -142,7 +145,7 @@ def _group(request: Request, layout: Layout, problems: list[Problem]) -> int:
         return max(1, min(layout.dp, request.cluster.node.num_devices // (layout.tp * layout.cp)))
     if text.isascii() and text.isdigit() and 1 <= int(text) <= layout.dp and layout.dp % int(text) == 0:
         return int(text)
-    legal = (*(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0), *SHARD_WORDS)
+    legal = (*map(str, divisors(layout.dp)), *SHARD_WORDS)
     problems.append(Problem(where="--shard", rule=f"{text}: must divide dp {layout.dp}, or be a word", legal=legal))
     return 1
 

@@ -394,17 +394,24 @@ def replica_seconds(batch: Batch) -> Floats:
     """Gradients of sharded parameters are summed over the groups that hold copies (hybrid sharding)."""
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
     total = np.zeros(len(batch.tp))
-    for part in batch.sharded:
-        copies = np.maximum(batch.dp / part.group, 1.0)
-        size = blocks * part.parameters / part.group * batch.precision.gradients.num_bytes
-        span = Span(copies, batch.tp * batch.cp * part.group)
-        total = total + seconds(Collective.ALL_REDUCE, np.where(copies > 1, size, 0.0), span, batch.tiers)
+    ends = batch.facts.parameters[batch.embedding] + np.where(batch.pp == 1, batch.facts.parameters[batch.head], 0.0)
+    cut = [(blocks * part.parameters, part.group) for part in batch.sharded]
+    cut.append((np.where(batch.end_group > 1, ends, 0.0), batch.end_group))
+    for parameters, group in cut:
+        copies = np.maximum(batch.data_ranks / group, 1.0)
+        size = parameters / group * batch.precision.gradients.num_bytes
+        stride = np.where(batch.cp > 1, batch.tp, batch.tp * group)  # context-parallel ranks are the nearest copies
+        shared = (copies > 1) & (group > 1)
+        span = Span(np.where(shared, copies, 1.0), np.where(shared, stride, 1.0))
+        total = total + seconds(Collective.ALL_REDUCE, np.where(shared, size, 0.0), span, batch.tiers)
     return total
 
 
 def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, laws: Laws) -> Floats:
     """Memory traffic of the optimizer on the states that one device holds."""
+    ends = batch.facts.parameters[batch.embedding] + batch.facts.parameters[batch.head]
     own = whole_parameters / np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
+    own = own + np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
     for part in batch.sharded:
         own = own + blocks * part.parameters / part.group
     return own * laws.optimizer_bytes / batch.device.memory_bytes_per_s

@@ -373,7 +373,9 @@ def _nodes_with(device: str) -> Iterator[Node]:
 
 def price_tables(paths: Sequence[Path]) -> list[Outcome]:
     """Predict every row of every table, by the closed form; rows that can't be expressed say why."""
-    rows = [row for path in paths for row in read_rows(path)]
+    names = [path.name for path in paths]
+    told_apart = [path.name if names.count(path.name) == 1 else path.as_posix() for path in paths]
+    rows = [replace(row, file=name) for path, name in zip(paths, told_apart, strict=True) for row in read_rows(path)]
     plans: dict[int, tuple[Plan, tuple[str, ...]]] = {}
     reasons: dict[int, str] = {}
     for number, row in enumerate(rows):
