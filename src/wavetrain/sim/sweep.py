@@ -56,9 +56,7 @@ def sweep(
 ) -> Batch:
     """The batch of layouts; equal to gathering a plan for each."""
     stack, precision = stack or Stack(), precision or Precision()
-    keys = np.stack([layouts.tp, layouts.sequence_parallel, layouts.cp, layouts.microbatch], axis=1).astype(np.int64)
-    unique, row = np.unique(keys, axis=0, return_inverse=True)
-    row = row.reshape(-1)
+    unique, row = distinct(layouts.tp, layouts.sequence_parallel, layouts.cp, layouts.microbatch)
     counts = model.block_counts
     layers = [model.ends[0], *(model.by_name[name] for name in counts), model.ends[1]]
     cases = []
@@ -106,12 +104,23 @@ def sweep(
     )
 
 
+def distinct(*columns: Numbers | Flags) -> tuple[Numbers, Numbers]:
+    """The distinct rows of columns of small numbers, and which of them each row is.
+
+    Rows are told apart as one number each, which sorts ten times as fast as rows do.
+    """
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, row = np.unique(key, return_index=True, return_inverse=True)
+    return np.stack([column[first] for column in columns], axis=1).astype(np.intp), row.reshape(-1)
+
+
 def even_blocks(num_blocks: int, layouts: Layouts, folded: Flags) -> tuple[Floats, Floats, Floats]:
     """Blocks on the rank of the first stage, on the fullest rank and on the rank of the last, when cut evenly."""
-    keys = np.stack([layouts.pp, layouts.stages, folded], axis=1).astype(np.int64)
-    unique, row = np.unique(keys, axis=0, return_inverse=True)
+    unique, row = distinct(layouts.pp, layouts.stages, folded)
     found = [_ends(num_blocks, pp, stages, folded=bool(fold)) for pp, stages, fold in unique.tolist()]
-    first, most, last = np.array(found, dtype=np.float64)[row.reshape(-1)].T
+    first, most, last = np.array(found, dtype=np.float64)[row].T
     return first, most, last
 
 
