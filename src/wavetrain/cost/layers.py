@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Device
-from wavetrain.cost.compute import Units, gemm_seconds, peak_rate
+from wavetrain.cost.compute import Units, gemm_seconds, peak_rate, stream_seconds
 from wavetrain.cost.kernels import TRAFFICS, Kernel, Phase, Sort, Split, Table, Traffic, kernels, table
 from wavetrain.cost.laws import Laws
 from wavetrain.model.model import Layer
@@ -121,7 +121,7 @@ def kernel_seconds(facts: Table, device: Device, stack: Stack, precision: Precis
         seconds[of] = facts.amount[of] / rate * slower
     of = facts.sort == Sort.STREAM
     per_element = _stream_bytes(stack, laws)[facts.phase[of], facts.traffic[of]]
-    seconds[of] = facts.amount[of] * per_element / device.memory_bytes_per_s
+    seconds[of] = stream_seconds(facts.amount[of] * per_element, device)
     return seconds
 
 

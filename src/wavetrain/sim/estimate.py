@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavetrain.cost.collective import Collective, Span, seconds
+from wavetrain.cost.compute import stream_seconds
 from wavetrain.cost.laws import Laws
 from wavetrain.cost.layers import LayerSeconds, layer_seconds
 from wavetrain.cost.overlap import exposed
@@ -176,7 +177,7 @@ def accumulation_seconds(batch: Batch, laws: Laws) -> Floats:
     runs with 1,024 tokens per microbatch, which it slows by a tenth.
     """
     moved = batch.mean_block(batch.facts.parameters) * laws.accumulation * batch.precision.gradients.num_bytes
-    return np.asarray(moved / batch.device.memory_bytes_per_s)
+    return stream_seconds(moved, batch.device)
 
 
 def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: Laws) -> EndTimes:
@@ -414,4 +415,4 @@ def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, la
     own = own + np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
     for part in batch.sharded:
         own = own + blocks * part.parameters / part.group
-    return own * laws.optimizer_bytes / batch.device.memory_bytes_per_s
+    return stream_seconds(own * laws.optimizer_bytes, batch.device)
