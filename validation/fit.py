@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.plan.plan import Plan
 from wavetrain.sim.batch import Batch
 from wavetrain.sim.estimate import estimate
-from wavetrain.sim.gather import gather
+from wavetrain.sim.gather import gather_all
 from wavetrain.study.rows import Inexpressible, Row, plan_of, read_rows
 
 SMOOTH = 0.02  # errors below this count as squares
@@ -125,7 +124,7 @@ def set_name(path: Path, row: Row, plan: Plan) -> str:
 
 def load(paths: list[Path]) -> Data:
     """Scored and timed rows of the tables, grouped for pricing."""
-    by_key: dict[object, list[tuple[Plan, int]]] = defaultdict(list)
+    plans: list[Plan] = []
     measured, sets = [], []
     for path in paths:
         for row in read_rows(path):
@@ -139,14 +138,10 @@ def load(paths: list[Path]) -> Data:
             except Inexpressible as reason:
                 print(f"{path.name}:{row.line} left out: {reason}")
                 continue
-            key = (plan.cluster.node, plan.stack, plan.precision)
-            by_key[key].append((plan, len(measured)))
+            plans.append(plan)
             measured.append(time)
             sets.append(set_name(path, row, plan))
-    groups = [
-        Rows(gather([p for p, _ in items]), items[0][0].cluster.device.name.split("-")[0], [n for _, n in items])
-        for items in by_key.values()
-    ]
+    groups = [Rows(batch, batch.device.name.split("-")[0], numbers) for batch, numbers in gather_all(plans)]
     return Data(groups, np.array(measured), sets)
 
 

@@ -11,7 +11,6 @@ to fit for the best, with the mean error of peak memory, which hardly depends on
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.plan.plan import Plan
 from wavetrain.sim.batch import Batch
-from wavetrain.sim.gather import gather
+from wavetrain.sim.gather import gather_all
 from wavetrain.sim.memory import memory
 from wavetrain.study.rows import Inexpressible, plan_of, read_rows
 
@@ -38,7 +37,7 @@ Groups = list[tuple[Batch, list[int]]]
 
 def load(paths: list[Path]) -> tuple[Groups, np.ndarray, np.ndarray]:
     """Rows grouped for pricing; whether each ran out of memory; its reported peak, or nan."""
-    by_key: dict[object, list[tuple[Plan, int]]] = defaultdict(list)
+    plans: list[Plan] = []
     out, peaks = [], []
     for path in paths:
         rows = [row for row in read_rows(path) if row.text("status").lower() in ("ok", "oom")]
@@ -51,11 +50,10 @@ def load(paths: list[Path]) -> tuple[Groups, np.ndarray, np.ndarray]:
                 plan, _ = plan_of(row)
             except Inexpressible:
                 continue
-            by_key[plan.cluster.node, plan.stack, plan.precision].append((plan, len(out)))
+            plans.append(plan)
             out.append(row.text("status").lower() == "oom" if some else np.nan)
             peaks.append(np.nan if peak is None else peak * 1e9)
-    groups = [(gather([p for p, _ in items]), [n for _, n in items]) for items in by_key.values()]
-    return groups, np.array(out, dtype=float), np.array(peaks)
+    return gather_all(plans), np.array(out, dtype=float), np.array(peaks)
 
 
 def score(groups: Groups, out: np.ndarray, peaks: np.ndarray, laws: Laws) -> tuple[float, float]:

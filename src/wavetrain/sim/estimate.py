@@ -382,10 +382,16 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     }
 
 
+def end_parameters(batch: Batch) -> Floats:
+    """Parameters of the embedding, and of the head where it is on the same rank without a pipeline."""
+    facts = batch.facts
+    return np.asarray(facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0))
+
+
 def replicated_parameters(batch: Batch) -> Floats:
     """Parameters on the fullest rank that every data-parallel rank has in full."""
     facts = batch.facts
-    ends = facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0)
+    ends = end_parameters(batch)
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
     own = blocks * (batch.mean_block(facts.parameters) - batch.sharded_parameters)
     return np.asarray(own + np.where(batch.end_group > 1, 0.0, ends))
@@ -395,7 +401,7 @@ def replica_seconds(batch: Batch) -> Floats:
     """Gradients of sharded parameters are summed over the groups that hold copies (hybrid sharding)."""
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
     total = np.zeros(len(batch.tp))
-    ends = batch.facts.parameters[batch.embedding] + np.where(batch.pp == 1, batch.facts.parameters[batch.head], 0.0)
+    ends = end_parameters(batch)
     cut = [(blocks * part.parameters, part.group) for part in batch.sharded]
     cut.append((np.where(batch.end_group > 1, ends, 0.0), batch.end_group))
     for parameters, group in cut:
@@ -410,7 +416,7 @@ def replica_seconds(batch: Batch) -> Floats:
 
 def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, laws: Laws) -> Floats:
     """Memory traffic of the optimizer on the states that one device holds."""
-    ends = batch.facts.parameters[batch.embedding] + batch.facts.parameters[batch.head]
+    ends = end_parameters(batch)
     own = whole_parameters / np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
     own = own + np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
     for part in batch.sharded:

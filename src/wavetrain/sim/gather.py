@@ -109,6 +109,14 @@ def gather(plans: Sequence[Plan]) -> Batch:
     )
 
 
+def gather_all(plans: Sequence[Plan]) -> list[tuple[Batch, list[int]]]:
+    """Any plans as batches of those that share node type, stack and precision, each with its plans' positions."""
+    groups: dict[object, list[int]] = {}
+    for number, plan in enumerate(plans):
+        groups.setdefault((plan.cluster.node, plan.stack, plan.precision), []).append(number)
+    return [(gather([plans[n] for n in numbers]), numbers) for numbers in groups.values()]
+
+
 def _row(plan: Plan, cases: _Cases) -> _Row:
     layout, placement, counts = plan.layout, plan.placement, plan.blocks_by_rank
     first_rank, last_rank = placement.ranks[0], placement.ranks[placement.depth - 1]

@@ -31,7 +31,7 @@ from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, Stack
 from wavetrain.sim.estimate import estimate
-from wavetrain.sim.gather import gather
+from wavetrain.sim.gather import gather_all
 from wavetrain.sim.memory import memory
 from wavetrain.study.outcome import Outcome
 
@@ -395,19 +395,13 @@ class _Price:
 
 
 def _priced(plans: dict[int, Plan]) -> dict[int, _Price]:
-    """Plans that share a node type, a stack and a precision are priced together."""
-    groups: dict[object, list[int]] = {}
-    for number, plan in plans.items():
-        groups.setdefault((plan.cluster.node, plan.stack, plan.precision), []).append(number)
-    found: dict[int, _Price] = {}
-    laws = load_laws()
-    for numbers in groups.values():
-        batch = gather([plans[n] for n in numbers])
+    rows, found, laws = list(plans), {}, load_laws()
+    for batch, numbers in gather_all(list(plans.values())):
         step_s, held = estimate(batch, laws).step_s, memory(batch, laws)
         needed = held.peak_bytes + held.reserve_bytes
         for k, number in enumerate(numbers):
             fits = bool(needed[k] <= batch.device.memory_bytes)
-            found[number] = _Price(float(step_s[k]), float(held.peak_bytes[k]), fits)
+            found[rows[number]] = _Price(float(step_s[k]), float(held.peak_bytes[k]), fits)
     return found
 
 
