@@ -40,10 +40,10 @@ def layouts_of(devices: int, *, global_batch: int) -> Layouts:
                         for shard in {1, min(8, dp), dp}:
                             for keep in (False, True):
                                 for zero1 in (False, True):
-                                    row = (tp, tp > 1, 1, dp, pp, kind, stages, microbatch, m, recompute, shard)
+                                    row = (tp, tp > 1, 1, dp, pp, False, kind, stages, microbatch, m, recompute, shard)
                                     rows.append((*row, keep, zero1))
     columns = np.array(rows).T
-    flags = {1, 11, 12}
+    flags = {1, 5, 12, 13}
     return Layouts(*(c.astype(bool) if i in flags else c.astype(np.intp) for i, c in enumerate(columns)))
 
 

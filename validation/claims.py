@@ -301,7 +301,8 @@ def osdp_plan(hidden: int, level: int, *, batch: int = 1, layers: int = 48) -> P
     for operator in block.operators:
         attends = ".attention" in operator.name
         wrapped = level == 3 or (level == 1 and attends) or (level == 2 and not attends)
-        choices.append(OperatorChoice(block.name, operator.name, WRAPPED if wrapped else UNWRAPPED))
+        if wrapped and operator.parameters:
+            choices.append(OperatorChoice(block.name, operator.name, WRAPPED))
     return Plan(
         model=model,
         cluster=load_cluster("osdp-titan"),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavetrain.base.units import DType
-from wavetrain.cost.memory import Passage, Unit, kept_bytes, state_bytes, working_bytes
+from wavetrain.cost.memory import Blocks, Passage, Unit, kept_bytes, state_bytes, walked_bytes, working_bytes
 from wavetrain.plan.stack import Precision
 
 MIXED = Precision()  # bf16, gradients in fp32, Adam's 12
@@ -89,3 +89,25 @@ def test_what_is_saved_goes_as_shards_of_gradients_come():
 def test_a_vocabulary_may_be_the_largest_unit():
     _, backward = working_bytes(np.array(2.0), unit(1), unit(1000), unit(0), passage())
     assert backward >= 1000 * (2 + 4 + 0.5)
+
+
+@given(
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 50), min_size=12, max_size=12),
+)
+def test_a_walk_through_equal_blocks_is_the_closed_form(blocks, kept, has_first, has_last, sizes):
+    block, saved = [float(size) for size in sizes[:4]], float(sizes[4])
+    unit = Unit(block[0], block[0] * kept, block[1], block[2], min(block[2], saved))
+    first, last = (
+        Unit(*(float(size) * there for size in (sizes[at], 0, sizes[at] * 2, sizes[at] / 2, sizes[at] / 2)))
+        for at, there in ((5, has_first), (6, has_last))
+    )
+    passage = Passage(saved, float(sizes[7]), float(sizes[8]), float(sizes[9]) * has_last)
+    closed = working_bytes(np.array(float(blocks)), unit, first, last, passage)
+    column = np.array([[unit.gathered], [unit.kept], [unit.reduced], [unit.scattered]])[:, None]
+    row = [np.array([value]) for value in (unit.kept, unit.shard, saved, passage.working, 0.0)]
+    walked = walked_bytes(np.zeros(blocks, dtype=np.intp), Blocks(*column, *row), (first, last), passage)
+    assert walked == pytest.approx([float(value) for value in closed])

@@ -72,8 +72,8 @@ def test_an_uneven_cut_is_kept():
     assert (batch.first[0], batch.most[0], batch.last[0]) == (3, 4, 3)
 
 
-def test_parts_share_a_choice():
-    """Operators with one choice are one part; what is replicated is in none."""
+def test_a_named_operator_is_a_part_by_itself():
+    """What is replicated is in none."""
     model = model_of("tiny-gpt", 4)
     block = model.layers[1]
     linears = [o.name for o in block.operators if o.kind == "linear"]
@@ -81,9 +81,10 @@ def test_parts_share_a_choice():
     choices += tuple(OperatorChoice(block.name, name, Choice(4, keep=True)) for name in linears[2:])
     plan = plan_of(model, "dgx-a100", global_batch=8, dp=8, choices=choices)
     batch = gather([plan])
-    assert sorted((float(p.group[0]), bool(p.keep[0])) for p in batch.sharded) == [(4.0, True), (8.0, False)]
+    found = sorted((float(p.group[0, 0]), bool(p.keep[0, 0]), bool(p.named[0, 0])) for p in batch.sharded)
+    assert found == [(4.0, True, True)] * (len(linears) - 2) + [(8.0, False, True)] * 2
     cut = sum(o.inputs * o.outputs + o.outputs for o in block.operators if o.kind == "linear")
-    assert batch.sharded_parameters[0] == cut
+    assert batch.sharded_parameters[0, 0] == cut
     assert batch.mean_block(batch.facts.parameters)[0] > cut
 
 

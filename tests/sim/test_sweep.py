@@ -36,6 +36,7 @@ def rows(draw):
         "cp": 1,
         "dp": dp,
         "pp": pp,
+        "pp_inside": pp > 1 and draw(st.booleans()),
         "schedule": SCHEDULE_KINDS.index(schedule),
         "stages": stages,
         "microbatch": draw(st.sampled_from((1, 2))),
@@ -47,8 +48,11 @@ def rows(draw):
     }
 
 
+DEGREES = ("tp", "sequence_parallel", "cp", "dp", "pp", "pp_inside", "microbatch", "shard_optimizer")
+
+
 def columns(items):
-    flags = ("sequence_parallel", "keep", "shard_optimizer")
+    flags = ("sequence_parallel", "pp_inside", "keep", "shard_optimizer")
     return Layouts(
         **{key: np.array([row[key] for row in items], dtype=bool if key in flags else np.intp) for key in items[0]}
     )
@@ -57,7 +61,7 @@ def columns(items):
 def plan_for(row, model, cluster):
     schedule = SCHEDULE_KINDS[row["schedule"]]
     waved = schedule.startswith("wave")
-    degrees = {key: row[key] for key in ("tp", "sequence_parallel", "cp", "dp", "pp", "microbatch", "shard_optimizer")}
+    degrees = {key: row[key] for key in DEGREES}
     plan = plan_of(
         model,
         cluster,

@@ -27,7 +27,7 @@ from wavetrain.model.model import Layer, Model, Run
 from wavetrain.model.operator import NOTHING, Elementwise, Embedding, Linear, Parameter
 from wavetrain.model.traced import trace
 from wavetrain.plan.layout import Choice, Layout
-from wavetrain.plan.plan import OperatorChoice, Plan
+from wavetrain.plan.plan import EVERY, OperatorChoice, Plan
 from wavetrain.plan.stack import Precision
 
 WIDTH = 1024
@@ -172,6 +172,6 @@ def plan_for(case: Stack) -> Plan:
         cut=(len(case.blocks),),
         seq_len=case.tokens,
         choice=Choice(case.ranks),
-        choices=tuple(OperatorChoice(layer.name, o.name, choice) for layer in kept for o in layer.operators),
+        choices=tuple(OperatorChoice(layer.name, EVERY, choice) for layer in kept),
         precision=Precision() if case.half else Precision(compute=DType.FP32, products=DType.FP32),
     )

@@ -71,7 +71,7 @@ class Passage:
 
 
 def working_bytes(blocks: Floats, block: Unit, first: Unit, last: Unit, passage: Passage) -> tuple[Floats, Floats]:
-    """Most bytes in passing while a forward, or a backward, goes through the blocks of a rank.
+    """Most bytes in passing while a forward, or a backward, goes through the blocks of a rank, all run alike.
 
     They come on top of states, of parameters that are kept, and of the activations of the whole forward. The largest
     of the moments that may be: a unit in full, the buffer it was gathered in and the one before that; in the backward
@@ -85,23 +85,82 @@ def working_bytes(blocks: Floats, block: Unit, first: Unit, last: Unit, passage:
     saved, output, working, logits = passage.saved, passage.output, passage.working, passage.logits
     behind = np.maximum(blocks - 1, 0.0)
     forward = np.maximum(3 * g - k + output - saved, 2 * last.gathered + g + logits)
-    at_end = 2 * g - k + free + working
+    ahead = np.where(blocks > 1, free, first.gathered)
     moments = (
         2 * last.gathered + free + logits,
-        at_end + last.reduced + last.shard,
-        at_end - k + block.reduced + block.shard + last.shard - saved,
-        2 * g
-        - behind * k
-        + free
-        + working
-        + block.reduced
-        + last.shard
+        2 * g - k + ahead + working + last.reduced + last.shard,
+        _if(blocks > 1, 2 * g - 2 * k + working + block.reduced + block.shard + last.shard - saved)
+        + np.where(blocks > 2, free, first.gathered),
+        _if(blocks > 2, 2 * g - behind * k + free + working + block.reduced + last.shard)
         + np.maximum(blocks - 2, 0) * (block.shard - saved),
-        2 * g - blocks * k + first.gathered + working + block.reduced + last.shard + behind * (block.shard - saved),
+        _if(blocks > 1, 2 * g - blocks * k + first.gathered + working + block.reduced + last.shard)
+        + behind * (block.shard - saved),
         2 * first.gathered - blocks * k + block.reduced + last.shard + blocks * (block.shard - saved),
-        g - k + free + block.reduced + block.scattered + output - saved,
+        g - k + ahead + block.reduced + block.scattered + output - saved,
         last.gathered + free + last.reduced + last.scattered + output,
         first.gathered + first.reduced + first.scattered + last.shard + output + blocks * (block.shard - saved - k),
     )
     backward = reduce(np.maximum, moments)
     return np.maximum(forward, 0.0), np.maximum(backward, 0.0)
+
+
+def _if(condition: NDArray[np.bool_], value: Floats) -> Floats:
+    """A moment that there is only under a condition."""
+    return np.where(condition, value, -np.inf)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Bytes of the ways to run a block (rows).
+
+    Columns of the first four: what is alive together while the block runs, one moment each: all that travels together
+    and one of the operators that travel by themselves.
+    """
+
+    gathered: Floats
+    kept: Floats
+    reduced: Floats
+    scattered: Floats
+    stays: Floats  # of all that is kept
+    shard: Floats
+    saved: Floats
+    working: Floats
+    apart: Floats  # 1 where operators travel by themselves
+
+
+def walked_bytes(
+    order: NDArray[np.intp], ways: Blocks, ends: tuple[Unit, Unit], passage: Passage
+) -> tuple[float, float]:
+    """The same as `working_bytes` for blocks that are run in different ways; `order` says how each is.
+
+    The neighbours of a block count as if they were run like itself, so that blocks are judged one by one; where
+    operators travel by themselves, what is beside products counts in every moment.
+    """
+    first, last = ends
+    ending = 2 * last.gathered + passage.logits, last.gathered + last.reduced + last.scattered
+    beginning = 2 * first.gathered, first.gathered + first.reduced + first.scattered + passage.output
+    if not len(order):
+        backward = max(*ending, *(moment + last.shard for moment in beginning))
+        return float(ending[0]), float(backward)
+    g, k, reduced = ways.gathered[order], ways.kept[order], ways.reduced[order]
+    saved, working = ways.saved[order], ways.working[order]
+    change = ways.shard[order] - saved - ways.stays[order]  # what a backward leaves less
+    dropped = change[::-1].cumsum()[::-1]
+    free = g - k
+    ahead, behind = free.copy(), reduced.copy()
+    ahead[0], behind[-1] = first.gathered, last.reduced
+    moments = (dropped - change + working)[:, None] + free + g + ahead + behind + last.shard
+    apart = (ways.apart[order] * working)[:, None]
+    later = saved[::-1].cumsum()[::-1]
+    forwards = 3 * g - k + passage.output - later[:, None] + apart
+    scatter = free[-1] + ahead[-1] + reduced[-1] + ways.scattered[order[-1]] + passage.output - saved[-1] + apart[-1]
+    backward = max(
+        moments.max(),
+        scatter.max(),
+        ending[0] + free[-1].max(),
+        ending[1] + free[-1].max() + passage.output,
+        beginning[0] + reduced[0].max() + last.shard + dropped[0],
+        beginning[1] + last.shard + dropped[0],
+    )
+    forward = max(forwards.max(), ending[0] + g[-1].max())
+    return max(float(forward), 0.0), max(float(backward), 0.0)

@@ -3,12 +3,13 @@
 from wavetrain.plan.check import check
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
-from wavetrain.plan.plan import OperatorChoice, Plan
+from wavetrain.plan.plan import EVERY, OperatorChoice, Plan, Variant
 from wavetrain.plan.read import read_plan, write_plan
 from wavetrain.plan.request import Request, plan_of
 from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, Stack
 
 __all__ = [
+    "EVERY",
     "AttentionImpl",
     "Choice",
     "Fusion",
@@ -19,6 +20,7 @@ __all__ = [
     "Recompute",
     "Request",
     "Stack",
+    "Variant",
     "check",
     "even_cut",
     "plan_of",

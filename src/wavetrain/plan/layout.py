@@ -16,7 +16,11 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism and the batch. Ranks are numbered tp innermost, then cp, dp, pp."""
+    """Degrees of parallelism and the batch.
+
+    Ranks are numbered tp innermost, then cp, dp, pp; with `pp_inside` tp, pp, cp, dp: stages are then the neighbours,
+    replicas lie far apart.
+    """
 
     global_batch: int
     microbatch: int = 1
@@ -28,11 +32,22 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1  # stages per rank of a looped schedule
     waves: int = 1  # of a wave schedule: 2 * waves stages per rank
+    pp_inside: bool = False
     shard_optimizer: bool = False  # optimizer states cut over dp, parameters and gradients whole (ZeRO-1)
 
     @property
     def num_devices(self) -> int:
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def data_stride(self) -> int:
+        """Devices from one context- or data-parallel rank to the next."""
+        return self.tp * (self.pp if self.pp_inside else 1)
+
+    @property
+    def stage_stride(self) -> int:
+        """Devices from one rank of a pipeline to the next."""
+        return self.tp * (1 if self.pp_inside else self.cp * self.dp)
 
     @property
     def num_microbatches(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from wavetrain.cluster.cluster import Cluster
-from wavetrain.model.model import Layer, Model
+from wavetrain.model.model import Model
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.stack import Precision, Stack
 from wavetrain.schedule.placement import Placement
@@ -15,13 +16,33 @@ from wavetrain.schedule.schedules import SCHEDULES, Shape
 SCHEMA = "wavetrain.plan/1"
 
 
+EVERY = "*"
+
+
 @dataclass(frozen=True)
 class OperatorChoice:
-    """A choice that differs from the plan's, for one operator of one kind of layer."""
+    """A choice that differs from the plan's, for operators of one kind of layer.
+
+    An operator that is named is gathered and scattered by itself. `*` means all operators that are not named: like
+    those under the plan's own choice, they travel together, one collective per layer.
+    """
 
     layer: str
     operator: str
     choice: Choice
+    first: int = 0  # block it begins with, counted from 0 between embedding and head
+    count: int | None = None  # blocks from there on; None: all
+
+
+class Variant(NamedTuple):
+    """How a layer is run: its kind, the choice of its operators together, and those that have one of their own."""
+
+    layer: str
+    choice: Choice
+    named: tuple[tuple[str, Choice], ...] = ()
+
+    def of(self, operator: str) -> Choice:
+        return dict(self.named).get(operator, self.choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +61,22 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
 
     @cached_property
-    def by_operator(self) -> dict[tuple[str, str], Choice]:
-        return {(item.layer, item.operator): item.choice for item in self.choices}
+    def blocks(self) -> tuple[Variant, ...]:
+        """How each block is run, in order."""
+        names = [run.layer for run in self.model.blocks for _ in range(run.count)]
+        if not self.choices:
+            return tuple(Variant(name, self.choice) for name in names)
+        return tuple(self._variant(name, number) for number, name in enumerate(names))
 
-    def choice_of(self, layer: Layer, operator: str) -> Choice:
-        return self.by_operator.get((layer.name, operator), self.choice)
+    @cached_property
+    def ends(self) -> tuple[Variant, Variant]:
+        """How the embedding and the head are run."""
+        first, last = (self._variant(layer.name, 0) for layer in self.model.ends)
+        return first, last
+
+    def _variant(self, layer: str, number: int) -> Variant:
+        chosen = {item.operator: item.choice for item in self.choices if item.layer == layer and _covers(item, number)}
+        return Variant(layer, chosen.pop(EVERY, self.choice), tuple(chosen.items()))
 
     @property
     def shape(self) -> Shape:
@@ -64,6 +96,10 @@ class Plan:
         for stage, rank in enumerate(self.placement.ranks):
             counts[rank] += self.cut[stage % len(self.cut)]
         return tuple(counts)
+
+
+def _covers(item: OperatorChoice, number: int) -> bool:
+    return item.first <= number and (item.count is None or number < item.first + item.count)
 
 
 def num_stages(layout: Layout) -> int:

@@ -19,17 +19,22 @@ Numbers = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Sharded:
-    """A part of every block's parameters that lies cut over a group: one choice of those a plan makes."""
+    """Parameters of a block that lie cut over a group and travel together: one entry per plan and kind of block."""
 
     parameters: Floats  # per block on one device, before cutting
     group: Floats  # devices it is cut over
     keep: Flags  # gathered in the forward, kept until the backward
     collectives: Floats  # separate collectives per block and direction
+    whole: Floats  # parameters of all that travels together where nothing is chosen by itself
+    named: Flags  # one operator by itself
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Columns of plans. Blocks are the repeated layers between the embedding and the head."""
+    """Columns of plans. Blocks are the repeated layers between the embedding and the head.
+
+    What belongs to blocks has a second axis, one entry per variant: a kind of layer and the choices made for it.
+    """
 
     device: Device
     tiers: tuple[Tier, ...]
@@ -38,7 +43,7 @@ class Batch:
     precision: Precision
     facts: LayerFacts
     embedding: Numbers  # case of the first layer
-    blocks: Numbers  # cases of the kinds of blocks, one column each
+    blocks: Numbers  # cases of the variants of blocks
     block_counts: Floats
     head: Numbers
     tp: Floats
@@ -46,6 +51,8 @@ class Batch:
     cp: Floats
     dp: Floats
     pp: Floats
+    data_stride: Floats  # devices from one context- or data-parallel rank to the next
+    stage_stride: Floats  # and from one rank of a pipeline to the next
     stages: Floats  # per rank
     folded: Flags  # the first and the last stage are on the same rank (waves; both copies of a model together)
     copies: Floats  # of the model in one pipeline, which share its microbatches
@@ -54,7 +61,7 @@ class Batch:
     last: Floats  # blocks on the rank of the last stage
     microbatches: Floats
     schedule: Numbers  # number in SCHEDULE_KINDS
-    recompute: Numbers  # 0 none, 1 selective, 2 full, 3 operators chosen one by one
+    recompute: Numbers  # of the variants: 0 none, 1 selective, 2 full, 3 operators chosen one by one
     shard_optimizer: Flags
     sharded: Sequence[Sharded]
     end_group: Floats  # devices that embedding and head are cut over
@@ -69,16 +76,26 @@ class Batch:
         """Ranks that hold the same parameters: data and context parallel."""
         return self.dp * self.cp
 
+    @property
+    def shard_stride(self) -> Floats:
+        """Devices from one data-parallel rank to the next."""
+        return self.data_stride * self.cp
+
+    def mean(self, values: Floats) -> Floats:
+        """What variants have, for the average block of each plan."""
+        if values.shape[1] == 1:
+            return np.asarray(values[:, 0])
+        return np.asarray((values * self.block_counts).sum(axis=1) / self.num_blocks)
+
     def mean_block(self, values: Floats) -> Floats:
         """A fact of cases for the average block of each plan."""
-        return np.asarray((values[self.blocks] * self.block_counts).sum(axis=1) / self.num_blocks)
+        return self.mean(values[self.blocks])
 
-    def largest_block(self, values: Floats) -> Floats:
-        """A fact of cases for the block of each plan that has most of it."""
-        return np.asarray(np.where(self.block_counts > 0, values[self.blocks], 0.0).max(axis=1))
+    def largest(self, values: Floats) -> Floats:
+        """What variants have, for the block of each plan that has most of it."""
+        return np.asarray(np.where(self.block_counts > 0, values, 0.0).max(axis=1))
 
     @property
     def sharded_parameters(self) -> Floats:
-        """Parameters per block on one device that are cut over some group."""
-        zero = np.zeros(len(self.tp))
-        return sum((part.parameters for part in self.sharded), zero)
+        """Parameters per block on one device that are cut over some group, by variant."""
+        return sum((part.parameters for part in self.sharded), np.zeros(self.blocks.shape))

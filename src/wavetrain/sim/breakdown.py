@@ -8,6 +8,7 @@ from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE
 from wavetrain.sim.engine import Result
 from wavetrain.sim.estimate import Estimate
+from wavetrain.sim.stages import rank_counts
 
 TERMS = {
     "compute": "forward and backward kernels",
@@ -31,13 +32,13 @@ def breakdown(plan: Plan, found: Estimate, result: Result, step_s: float) -> dic
     """Seconds of every term on the rank that computes longest; what it waits is what is left of the step."""
     rank = busiest(result)
     busy = result.busy_s[rank]
-    blocks = plan.blocks_by_rank[rank] * plan.layout.num_microbatches / copies(plan)
-    block = found.block
+    blocks = rank_counts(plan)[rank] * plan.layout.num_microbatches / copies(plan)
+    block = found.variants
     terms = {
-        "recompute": blocks * float(block.recompute_s[0]),
-        "tensor": blocks * float((block.tensor_f_s + block.tensor_b_s)[0]),
-        "context": blocks * float((block.context_f_s + block.context_b_s)[0]),
-        "sharding": blocks * float((block.shard_f_s + block.shard_b_s)[0]),
+        "recompute": float(blocks @ block.recompute_s[0]),
+        "tensor": float(blocks @ (block.tensor_f_s + block.tensor_b_s)[0]),
+        "context": float(blocks @ (block.context_f_s + block.context_b_s)[0]),
+        "sharding": float(blocks @ (block.shard_f_s + block.shard_b_s)[0]),
     }
     firsts = sum(map(plan.placement.is_first, plan.placement.local[rank]))
     ends = firsts * plan.layout.num_microbatches / copies(plan)

@@ -7,7 +7,7 @@ Qi et al. 2023 (zero bubble), Liu et al. 2023 (waves); each is checked against e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from wavetrain.cost.compute import stream_seconds
 from wavetrain.cost.laws import Laws
 from wavetrain.cost.layers import LayerSeconds, layer_seconds
 from wavetrain.cost.overlap import exposed
-from wavetrain.sim.batch import Batch
+from wavetrain.sim.batch import Batch, Sharded
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +38,10 @@ SCHEDULE_KINDS = (
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one microbatch in one block, by part; forward, input gradient, weight gradient."""
+    """Seconds of one microbatch in one block, by part; forward, input gradient, weight gradient.
+
+    One entry per plan and variant of blocks, or one per plan for the average block.
+    """
 
     forward_s: Floats
     input_s: Floats
@@ -105,7 +108,8 @@ class Estimate:
 
     step_s: Floats
     terms: dict[str, Floats]
-    block: BlockTimes
+    block: BlockTimes  # the average one
+    variants: BlockTimes
     embedding: EndTimes
     head: EndTimes
     message: MessageTimes
@@ -115,7 +119,8 @@ class Estimate:
 def estimate(batch: Batch, laws: Laws) -> Estimate:
     """Price every plan of a batch."""
     times = layer_seconds(batch.facts.table, batch.device, batch.stack, batch.precision, laws)
-    block = block_times(batch, times, laws)
+    variants = block_times(batch, times, laws)
+    block = BlockTimes(*(batch.mean(getattr(variants, item.name)) for item in fields(variants)))
     embedding, head = end_times(batch, times, batch.embedding, laws), end_times(batch, times, batch.head, laws)
     host_s = laws.message_s if batch.stack.message_s is None else batch.stack.message_s
     message = MessageTimes(transfer_seconds(batch), np.where(batch.pp > 1, host_s, 0.0))
@@ -123,7 +128,7 @@ def estimate(batch: Batch, laws: Laws) -> Estimate:
     terms = _pipeline_terms(batch, block, embedding, head, message) | tail
     busy = sum(terms.values(), np.zeros(len(batch.tp)))
     terms["stragglers"] = busy * straggling(batch, laws)
-    return Estimate(busy + terms["stragglers"], terms, block, embedding, head, message, tail)
+    return Estimate(busy + terms["stragglers"], terms, block, variants, embedding, head, message, tail)
 
 
 def straggling(batch: Batch, laws: Laws) -> Floats:
@@ -133,7 +138,7 @@ def straggling(batch: Batch, laws: Laws) -> Floats:
     their neighbours. Fitted: runs of 280 and 512 devices without data parallelism (Korthikanti et al.) are as fast per
     device as single nodes, the same models with it (SC'21) are 8 % slower.
     """
-    nodes = np.ceil(batch.tp * batch.cp * batch.dp / batch.node_devices)
+    nodes = np.ceil(batch.data_stride * batch.data_ranks / batch.node_devices)
     return laws.doubling * np.log2(np.maximum(nodes, 1.0))
 
 
@@ -141,16 +146,15 @@ def straggling(batch: Batch, laws: Laws) -> Floats:
 
 
 def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
-    """Seconds of the average block: kernels or launches, whichever is longer, and what communication shows."""
-    launch_s = times.launches * laws.launch_s
-    mean = batch.mean_block
-    extra_s = np.where(batch.tp > 1, laws.tensor_host_s, 0.0)
-    forward_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + extra_s)
-    input_s = np.maximum(mean(times.kernels_s[:, 1]), mean(launch_s[:, 1]) + extra_s)
-    weight_s = np.maximum(mean(times.kernels_s[:, 2]), mean(launch_s[:, 2])) + accumulation_seconds(batch, laws)
+    """Seconds of every variant: kernels or launches, whichever is longer, and what communication shows."""
+    of, launch_s = batch.blocks, times.launches * laws.launch_s
+    extra_s = np.where(batch.tp > 1, laws.tensor_host_s, 0.0)[:, None]
+    forward_s = np.maximum(times.kernels_s[of, 0], launch_s[of, 0] + extra_s)
+    input_s = np.maximum(times.kernels_s[of, 1], launch_s[of, 1] + extra_s)
+    weight_s = np.maximum(times.kernels_s[of, 2], launch_s[of, 2]) + accumulation_seconds(batch, laws)
     backward_s = input_s + weight_s
-    again_s = np.maximum(mean(times.kernels_s[:, 0]), mean(launch_s[:, 0]) + laws.recompute_host_s)
-    parts_s = [again_s, mean(times.attention_s), mean(times.chosen_s)]
+    again_s = np.maximum(times.kernels_s[of, 0], launch_s[of, 0] + laws.recompute_host_s)
+    parts_s = [again_s, times.attention_s[of], times.chosen_s[of]]
     recompute_s = np.select([batch.recompute == kind for kind in (2, 1, 3)], parts_s, 0.0)
     tensor_s, tensor_b_s = tensor_seconds(batch, laws)
     context_f_s, context_b_s = context_seconds(batch, laws)
@@ -176,7 +180,7 @@ def accumulation_seconds(batch: Batch, laws: Laws) -> Floats:
     Gradients of sharded parameters are copied into the scatter's buffer instead, which moves as much. Found missing on
     runs with 1,024 tokens per microbatch, which it slows by a tenth.
     """
-    moved = batch.mean_block(batch.facts.parameters) * laws.accumulation * batch.precision.gradients.num_bytes
+    moved = batch.facts.parameters[batch.blocks] * laws.accumulation * batch.precision.gradients.num_bytes
     return stream_seconds(moved, batch.device)
 
 
@@ -206,15 +210,15 @@ def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
     gather instead, and one more gather in the backward for the inputs that were kept cut (Korthikanti et al. 2022,
     section 4.2.2). What is recomputed repeats its own of the forward.
     """
-    count = batch.mean_block(batch.facts.messages)
-    total = batch.mean_block(batch.facts.message_elements) * batch.precision.compute.num_bytes
+    of = batch.blocks
+    count, total = batch.facts.messages[of], batch.facts.message_elements[of] * batch.precision.compute.num_bytes
     each = np.divide(total, count, out=np.zeros_like(total), where=count > 0)
     shown = laws.tensor_exposed if batch.stack.tensor_overlap else 1.0
-    span = Span(batch.tp, 1.0)
+    span = Span(batch.tp[:, None], 1.0)
     forward_s = np.asarray(count * seconds(Collective.ALL_REDUCE, each, span, batch.tiers) * shown)
-    again = np.where(batch.sequence_parallel, each, 0.0)
+    again = np.where(batch.sequence_parallel[:, None], each, 0.0)
     backward_s = forward_s + count * seconds(Collective.ALL_GATHER, again, span, batch.tiers) * shown
-    chosen = batch.mean_block(batch.facts.repeated_elements) * batch.precision.compute.num_bytes
+    chosen = batch.facts.repeated_elements[of] * batch.precision.compute.num_bytes
     repeated = np.divide(chosen, total, out=np.zeros_like(total), where=total > 0)
     again_s = forward_s * np.select([batch.recompute == 2, batch.recompute == 3], [1.0, repeated], 0.0)
     return forward_s, backward_s + again_s
@@ -222,32 +226,51 @@ def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
 
 def context_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
     """Visible exchange of keys and values over the context-parallel group, forward and backward (gather, scatter)."""
-    size = batch.mean_block(batch.facts.context_elements) * batch.precision.compute.num_bytes * batch.cp
-    once_s = np.asarray(seconds(Collective.ALL_GATHER, size, Span(batch.cp, batch.tp), batch.tiers))
+    cp, stride = batch.cp[:, None], batch.data_stride[:, None]
+    size = batch.facts.context_elements[batch.blocks] * batch.precision.compute.num_bytes * cp
+    once_s = np.asarray(seconds(Collective.ALL_GATHER, size, Span(cp, stride), batch.tiers))
     return once_s * laws.context_exposed, 2 * once_s * laws.context_exposed
 
 
 def shard_seconds(batch: Batch, forward_s: Floats, backward_s: Floats, laws: Laws) -> tuple[Floats, Floats]:
     """Visible gathering before each pass and scattering of gradients, block by block, prefetched one block ahead.
 
-    What is kept is gathered once per step, whatever the number of microbatches.
+    What is kept is gathered once per step, whatever the number of microbatches. A block of which operators travel by
+    themselves shows the network's share as soon as replicas are on several nodes.
     """
-    stride = batch.tp * batch.cp
-    gather_f_s, gather_b_s, crosses = np.zeros(len(stride)), np.zeros(len(stride)), np.zeros(len(stride), dtype=bool)
+    stride, microbatches = batch.shard_stride[:, None], batch.microbatches[:, None]
+    gather_f_s, gather_b_s = np.zeros(batch.blocks.shape), np.zeros(batch.blocks.shape)
+    crosses, named = np.zeros(batch.blocks.shape, dtype=bool), np.zeros(batch.blocks.shape, dtype=bool)
     for part in batch.sharded:
-        span = Span(part.group, stride)
-        each = part.parameters / part.collectives
-        gather_s = part.collectives * seconds(
-            Collective.ALL_GATHER, each * batch.precision.compute.num_bytes, span, batch.tiers
-        )
-        scatter_s = part.collectives * seconds(
-            Collective.REDUCE_SCATTER, each * batch.precision.gradients.num_bytes, span, batch.tiers
-        )
-        gather_f_s = gather_f_s + np.where(part.keep, gather_s / batch.microbatches, gather_s)
+        gather_s, scatter_s = part_seconds(batch, part)
+        gather_f_s = gather_f_s + np.where(part.keep, gather_s / microbatches, gather_s)
         gather_b_s = gather_b_s + np.where(part.keep, 0.0, gather_s) + scatter_s
         crosses |= part.group * stride > batch.node_devices
-    share = np.where(crosses, laws.network_exposed, laws.link_exposed)
+        named |= part.named
+    wide = batch.dp[:, None] * stride > batch.node_devices
+    share = np.where(np.where(named, wide, crosses), laws.network_exposed, laws.link_exposed)
     return exposed(gather_f_s, forward_s, share), exposed(gather_b_s, backward_s, share)
+
+
+def part_seconds(batch: Batch, part: Sharded) -> tuple[Floats, Floats]:
+    """Gathering the parameters of a part, and scattering their gradients, in its collectives one after the other.
+
+    Where operators of a block travel by themselves, the others go on at the rate that the whole block would have.
+    """
+    span, share = Span(part.group, batch.shard_stride[:, None]), part.parameters / part.whole
+    partial = bool(np.any((share > 0) & (share < 1)))
+    found = []
+    for kind, dtype in (
+        (Collective.ALL_GATHER, batch.precision.compute),
+        (Collective.REDUCE_SCATTER, batch.precision.gradients),
+    ):
+        whole = np.where(share > 0, part.whole / part.collectives * dtype.num_bytes, 0.0)
+        whole_s = np.asarray(seconds(kind, whole, span, batch.tiers))
+        if partial:
+            start_s = np.asarray(seconds(kind, np.where(share > 0, 1.0, 0.0), span, batch.tiers))
+            whole_s = start_s + share * (whole_s - start_s)
+        found.append(part.collectives * whole_s)
+    return found[0], found[1]
 
 
 def end_shard_seconds(batch: Batch) -> tuple[Floats, Floats]:
@@ -255,7 +278,7 @@ def end_shard_seconds(batch: Batch) -> tuple[Floats, Floats]:
 
     Nothing runs beside them: one is the first thing in a step, the other the last. The head's hide behind its products.
     """
-    size, span = batch.facts.parameters[batch.embedding], Span(batch.end_group, batch.tp * batch.cp)
+    size, span = batch.facts.parameters[batch.embedding], Span(batch.end_group, batch.shard_stride)
     gather_s = seconds(Collective.ALL_GATHER, size * batch.precision.compute.num_bytes, span, batch.tiers)
     scatter_s = seconds(Collective.REDUCE_SCATTER, size * batch.precision.gradients.num_bytes, span, batch.tiers)
     return np.asarray(gather_s), np.asarray(scatter_s)
@@ -272,7 +295,7 @@ def message_bytes(batch: Batch) -> Floats:
 
 def hop_seconds(batch: Batch) -> Floats:
     """One message to the next rank over each tier, innermost first (rows), where that is the nearest they share."""
-    stride, size = batch.tp * batch.cp * batch.dp, message_bytes(batch)
+    stride, size = batch.stage_stride, message_bytes(batch)
     rows, beneath = [], np.ones_like(stride)
     for tier in batch.tiers:
         apart = np.maximum(stride, beneath)
@@ -285,7 +308,7 @@ def hop_seconds(batch: Batch) -> Floats:
 
 def transfer_seconds(batch: Batch) -> Floats:
     """The mean message between neighbouring ranks of a pipeline: most stay inside a node, some leave it."""
-    stride, left = batch.tp * batch.cp * batch.dp, batch.pp
+    stride, left = batch.stage_stride, batch.pp
     total = np.zeros_like(stride)
     for tier, hop_s in zip(batch.tiers, hop_seconds(batch), strict=False):
         domains = np.ceil(batch.pp / np.maximum(tier.size // stride, 1.0))  # hops between them leave this tier
@@ -358,28 +381,35 @@ def bubble_seconds(batch: Batch, block: BlockTimes, whole_s: Floats, slowest_s: 
 
 def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Floats]:
     """Gradient reduction, the optimizer and what else happens once per step."""
-    precision = batch.precision
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
-    whole_parameters = replicated_parameters(batch)
-    group = Span(batch.data_ranks, batch.tp)
-    size = whole_parameters * precision.gradients.num_bytes
-    zero1 = batch.shard_optimizer
-    pieces = np.ones_like(size) if batch.stack.bucket_bytes is None else np.ceil(size / batch.stack.bucket_bytes)
-    piece = size / np.maximum(pieces, 1.0)
-    reduce_s = pieces * seconds(Collective.ALL_REDUCE, np.where(zero1, 0.0, piece), group, batch.tiers)
-    scatter_s = pieces * seconds(Collective.REDUCE_SCATTER, np.where(zero1, piece, 0.0), group, batch.tiers)
-    gather_bytes = np.where(zero1, whole_parameters * precision.compute.num_bytes, 0.0)
-    gather_s = np.asarray(seconds(Collective.ALL_GATHER, gather_bytes, group, batch.tiers))
-    reduction_s = reduce_s + scatter_s + replica_seconds(batch)
+    whole, every = replicated_parameters(batch), rank_parameters(batch)
+    share = np.divide(whole, every, out=np.zeros_like(whole), where=every > 0)
+    reduce_s, gather_s = rank_reduction_seconds(batch, every)
+    reduction_s, gather_s = share * reduce_s + replica_seconds(batch, every), share * gather_s
     if batch.stack.gradient_overlap:
-        reduction_s = exposed(reduction_s, blocks * block.b_s, laws.gradient_exposed)
+        reduction_s = exposed(reduction_s, blocks * (block.b_s - block.shard_b_s), laws.gradient_exposed)
         gather_s = gather_s * laws.gradient_exposed
     return {
         "reduction": reduction_s,
         "gather": gather_s,
-        "optimizer": optimizer_seconds(batch, whole_parameters, blocks, laws),
+        "optimizer": optimizer_seconds(batch, whole, blocks, laws),
         "host": np.full(len(batch.tp), laws.step_s),
     }
+
+
+def rank_reduction_seconds(batch: Batch, parameters: Floats) -> tuple[Floats, Floats]:
+    """Summing the gradients of all of a rank's parameters over the replicas; collecting them where states are cut.
+
+    Where only some are replicated, they take their share of it.
+    """
+    group, zero1 = Span(batch.data_ranks, batch.data_stride), batch.shard_optimizer
+    size = parameters * batch.precision.gradients.num_bytes
+    pieces = np.ones_like(size) if batch.stack.bucket_bytes is None else np.ceil(size / batch.stack.bucket_bytes)
+    piece = size / np.maximum(pieces, 1.0)
+    reduce_s = pieces * seconds(Collective.ALL_REDUCE, np.where(zero1, 0.0, piece), group, batch.tiers)
+    scatter_s = pieces * seconds(Collective.REDUCE_SCATTER, np.where(zero1, piece, 0.0), group, batch.tiers)
+    gather_bytes = np.where(zero1, parameters * batch.precision.compute.num_bytes, 0.0)
+    return reduce_s + scatter_s, np.asarray(seconds(Collective.ALL_GATHER, gather_bytes, group, batch.tiers))
 
 
 def end_parameters(batch: Batch) -> Floats:
@@ -388,30 +418,43 @@ def end_parameters(batch: Batch) -> Floats:
     return np.asarray(facts.parameters[batch.embedding] + np.where(batch.pp == 1, facts.parameters[batch.head], 0.0))
 
 
+def rank_parameters(batch: Batch) -> Floats:
+    """Parameters that the fullest rank computes with, whole or cut."""
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    return np.asarray(blocks * batch.mean_block(batch.facts.parameters) + end_parameters(batch))
+
+
 def replicated_parameters(batch: Batch) -> Floats:
     """Parameters on the fullest rank that every data-parallel rank has in full."""
-    facts = batch.facts
-    ends = end_parameters(batch)
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
-    own = blocks * (batch.mean_block(facts.parameters) - batch.sharded_parameters)
-    return np.asarray(own + np.where(batch.end_group > 1, 0.0, ends))
+    own = blocks * batch.mean(batch.facts.parameters[batch.blocks] - batch.sharded_parameters)
+    return np.asarray(own + np.where(batch.end_group > 1, 0.0, end_parameters(batch)))
 
 
-def replica_seconds(batch: Batch) -> Floats:
-    """Gradients of sharded parameters are summed over the groups that hold copies (hybrid sharding)."""
-    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+def replica_seconds(batch: Batch, every: Floats) -> Floats:
+    """Gradients of sharded parameters are summed over the groups that hold copies (hybrid sharding).
+
+    Each takes its share of what all of a rank's parameters would take.
+    """
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most) / batch.num_blocks
     total = np.zeros(len(batch.tp))
-    ends = end_parameters(batch)
-    cut = [(blocks * part.parameters, part.group) for part in batch.sharded]
-    cut.append((np.where(batch.end_group > 1, ends, 0.0), batch.end_group))
-    for parameters, group in cut:
-        copies = np.maximum(batch.data_ranks / group, 1.0)
-        size = parameters / group * batch.precision.gradients.num_bytes
-        stride = np.where(batch.cp > 1, batch.tp, batch.tp * group)  # context-parallel ranks are the nearest copies
-        shared = (copies > 1) & (group > 1)
-        span = Span(np.where(shared, copies, 1.0), np.where(shared, stride, 1.0))
-        total = total + seconds(Collective.ALL_REDUCE, np.where(shared, size, 0.0), span, batch.tiers)
+    ends = np.where(batch.end_group > 1, end_parameters(batch), 0.0)[:, None]
+    cut = [(blocks[:, None] * batch.block_counts * part.parameters, part.group) for part in batch.sharded]
+    for parameters, group in [*cut, (ends, batch.end_group[:, None])]:
+        share = np.divide(parameters, every[:, None], out=np.zeros_like(parameters), where=every[:, None] > 0)
+        total = total + (share * copies_seconds(batch, every[:, None], group)).sum(axis=1)
     return total
+
+
+def copies_seconds(batch: Batch, parameters: Floats, group: Floats) -> Floats:
+    """Summing the gradients of parameters that are cut over a group over the copies of that group."""
+    copies = np.maximum(batch.data_ranks[:, None] / group, 1.0)
+    near = batch.data_stride[:, None]
+    stride = np.where(batch.cp[:, None] > 1, near, near * group)  # context-parallel ranks are the nearest copies
+    shared = (copies > 1) & (group > 1)
+    span = Span(np.where(shared, copies, 1.0), np.where(shared, stride, 1.0))
+    size = np.where(shared, parameters / group * batch.precision.gradients.num_bytes, 0.0)
+    return np.asarray(seconds(Collective.ALL_REDUCE, size, span, batch.tiers))
 
 
 def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, laws: Laws) -> Floats:
@@ -420,5 +463,5 @@ def optimizer_seconds(batch: Batch, whole_parameters: Floats, blocks: Floats, la
     own = whole_parameters / np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
     own = own + np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
     for part in batch.sharded:
-        own = own + blocks * part.parameters / part.group
+        own = own + blocks * batch.mean(part.parameters / part.group)
     return stream_seconds(own * laws.optimizer_bytes, batch.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,11 +10,11 @@ import numpy as np
 
 from wavetrain.cost.kernels import Split
 from wavetrain.cost.layers import Case, layer_facts, local_parameters
-from wavetrain.model.model import Layer
+from wavetrain.model.model import EMPTY, Layer
 from wavetrain.model.operator import Work
 from wavetrain.plan.layout import Recompute
-from wavetrain.plan.plan import Plan
-from wavetrain.sim.batch import Batch, Floats, Sharded
+from wavetrain.plan.plan import Plan, Variant
+from wavetrain.sim.batch import Batch, Sharded
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 
 RECOMPUTES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
@@ -30,6 +31,8 @@ class _Row(NamedTuple):
     cp: int
     dp: int
     pp: int
+    data_stride: int
+    stage_stride: int
     stages: float
     folded: bool
     copies: int
@@ -38,19 +41,20 @@ class _Row(NamedTuple):
     last: int
     microbatches: int
     schedule: int
-    recompute: int
     shard_optimizer: bool
     end_group: int
     barrier: bool
 
 
 class _Part(NamedTuple):
-    """Parameters of one block that share a choice."""
+    """Parameters of one block that travel together."""
 
-    parameters: float
-    group: int
-    keep: bool
-    collectives: int
+    parameters: float = 0.0
+    group: int = 1
+    keep: bool = False
+    collectives: int = 1
+    whole: float = 1.0
+    named: bool = False
 
 
 class _Cases:
@@ -60,12 +64,12 @@ class _Cases:
         self.numbers: dict[object, int] = {}
         self.items: list[Case] = []
 
-    def number(self, plan: Plan, layer: Layer) -> int:
-        layout = plan.layout
+    def number(self, plan: Plan, variant: Variant) -> int:
+        layout, layer = plan.layout, layer_of(plan, variant)
         work = Work(plan.seq_len, layout.microbatch, plan.precision.compute)
-        split = Split(layout.tp, layout.sequence_parallel, layout.cp, plan.choice.slices)
-        again = recomputed(plan, layer)
-        slices = tuple((c.operator, c.choice.slices) for c in plan.choices if c.layer == layer.name)
+        split = Split(layout.tp, layout.sequence_parallel, layout.cp, variant.choice.slices)
+        again = recomputed(plan, variant)
+        slices = tuple((name, choice.slices) for name, choice in variant.named)
         key = (id(plan.model), layer.name, work, split, again, slices)
         if key not in self.numbers:
             self.numbers[key] = len(self.items)
@@ -73,27 +77,51 @@ class _Cases:
         return self.numbers[key]
 
 
-def recomputed(plan: Plan, layer: Layer) -> frozenset[str]:
+def layer_of(plan: Plan, variant: Variant) -> Layer:
+    """The layer that a variant is one of; an end of a model that can't be cut is empty."""
+    return plan.model.by_name.get(variant.layer, EMPTY)
+
+
+def recomputed(plan: Plan, variant: Variant) -> frozenset[str]:
     """The operators of a layer that the plan computes again by its own choice."""
-    return frozenset(o.name for o in layer.operators if plan.choice_of(layer, o.name).recompute)
+    if not variant.choice.recompute and not variant.named:
+        return frozenset()
+    return frozenset(o.name for o in layer_of(plan, variant).operators if variant.of(o.name).recompute)
+
+
+def recompute_kind(plan: Plan, variant: Variant) -> int:
+    """What of a block is computed again: as the plan says for all, or its operators one by one, which may be all."""
+    if plan.recompute is not Recompute.NONE:
+        return RECOMPUTES.index(plan.recompute)
+    again = len(recomputed(plan, variant))
+    every = len(layer_of(plan, variant).operators)
+    return 0 if not again else RECOMPUTES.index(Recompute.FULL) if again == every else CHOSEN
+
+
+def variants(plan: Plan) -> dict[Variant, int]:
+    """How often each way to run a block occurs in a plan, in order of appearance."""
+    return Counter(plan.blocks)
 
 
 def gather(plans: Sequence[Plan]) -> Batch:
     """The batch of plans that share node type, stack and precision."""
     cases, rows = _Cases(), []
-    blocks: list[list[tuple[int, int]]] = []
-    parts: list[list[_Part]] = []
+    blocks: list[list[tuple[int, int, int]]] = []
+    parts: list[list[list[_Part]]] = []
     for plan in plans:
         rows.append(_row(plan, cases))
-        kinds = plan.model.block_counts.items()
-        blocks.append([(cases.number(plan, plan.model.by_name[name]), count) for name, count in kinds])
-        parts.append(_parts(plan))
+        found = variants(plan)
+        kinds = [
+            (cases.number(plan, variant), count, recompute_kind(plan, variant)) for variant, count in found.items()
+        ]
+        blocks.append(kinds)
+        parts.append([_parts(plan, variant) for variant in found])
     columns = {name: np.array(values) for name, values in zip(_Row._fields, zip(*rows, strict=True), strict=True)}
     flags = ("sequence_parallel", "folded", "shard_optimizer", "barrier")
-    numbers = ("embedding", "head", "schedule", "recompute")
+    numbers = ("embedding", "head", "schedule")
     typed = {n: v.astype(bool if n in flags else np.intp if n in numbers else np.float64) for n, v in columns.items()}
     width = max(len(row) for row in blocks)
-    padded = np.array([row + [(row[0][0], 0)] * (width - len(row)) for row in blocks])
+    padded = np.array([row + [(row[0][0], 0, row[0][2])] * (width - len(row)) for row in blocks])
     first = max(plans, key=lambda plan: plan.cluster.num_devices)  # its outermost tier holds the groups of all
     return Batch(
         device=first.cluster.device,
@@ -104,7 +132,8 @@ def gather(plans: Sequence[Plan]) -> Batch:
         facts=layer_facts(cases.items),
         blocks=padded[:, :, 0].astype(np.intp),
         block_counts=padded[:, :, 1].astype(np.float64),
-        sharded=_sharded(parts),
+        recompute=padded[:, :, 2].astype(np.intp),
+        sharded=_sharded(parts, width),
         **typed,
     )
 
@@ -122,13 +151,15 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
     first_rank, last_rank = placement.ranks[0], placement.ranks[placement.depth - 1]
     copies = placement.num_stages // placement.depth
     return _Row(
-        embedding=cases.number(plan, plan.model.ends[0]),
-        head=cases.number(plan, plan.model.ends[1]),
+        embedding=cases.number(plan, plan.ends[0]),
+        head=cases.number(plan, plan.ends[1]),
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         cp=layout.cp,
         dp=layout.dp,
         pp=layout.pp,
+        data_stride=layout.data_stride,
+        stage_stride=layout.stage_stride,
         stages=placement.num_stages / layout.pp / copies,
         folded=layout.pp > 1 and (first_rank == last_rank or copies > 1),
         copies=copies,
@@ -137,7 +168,6 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
         last=counts[last_rank],
         microbatches=layout.num_microbatches,
         schedule=SCHEDULE_KINDS.index(layout.schedule),
-        recompute=CHOSEN if _chooses(plan) else RECOMPUTES.index(plan.recompute),
         shard_optimizer=layout.shard_optimizer,
         end_group=_end_group(plan),
         barrier=plan.stack.barrier,
@@ -146,52 +176,51 @@ def _row(plan: Plan, cases: _Cases) -> _Row:
 
 def _end_group(plan: Plan) -> int:
     """The group that the embedding is cut over; the head goes with it."""
-    first = plan.model.ends[0]
-    return max((plan.choice_of(first, operator.name).shard for operator in first.operators), default=1)
+    first = plan.ends[0]
+    return max((first.of(operator.name).shard for operator in layer_of(plan, first).operators), default=1)
 
 
-def _chooses(plan: Plan) -> bool:
-    """Whether operators are computed again one by one; full recomputation of the plan leaves nothing to choose."""
-    blocks = (plan.model.by_name[name] for name in plan.model.block_counts)
-    return plan.recompute is Recompute.NONE and any(recomputed(plan, layer) for layer in blocks)
-
-
-def _parts(plan: Plan) -> list[_Part]:
-    """The sharded parameters of the average block, one part per (group, keep)."""
+def _parts(plan: Plan, variant: Variant) -> list[_Part]:
+    """The sharded parameters of a block: what travels together, and each operator that is chosen by itself."""
     layout = plan.layout
     split = Split(layout.tp, layout.sequence_parallel, layout.cp)
-    total: dict[tuple[int, bool], list[float]] = {}
-    for name, count in plan.model.block_counts.items():
-        layer, share = plan.model.by_name[name], count / plan.model.num_blocks
-        slices: dict[tuple[int, bool], int] = {}
-        for operator in layer.operators:
-            choice = plan.choice_of(layer, operator.name)
-            if choice.shard > 1:
-                key = (choice.shard, choice.keep)
-                entry = total.setdefault(key, [0.0, 0.0])
-                entry[0] += local_parameters(operator, split) * share
-                slices[key] = max(slices.get(key, 1), choice.slices)
-        for key, pieces in slices.items():
-            total[key][1] += pieces * share
-    return [_Part(value[0], *key, round(max(1.0, value[1]))) for key, value in total.items()]
+    named = dict(variant.named)
+    found, together, whole = [], 0.0, 0.0
+    for operator in layer_of(plan, variant).operators:
+        parameters = local_parameters(operator, split)
+        whole += parameters
+        if operator.name not in named:
+            together += parameters
+            continue
+        choice = named[operator.name]
+        if choice.shard > 1 and parameters:
+            found.append(_Part(parameters, choice.shard, choice.keep, choice.slices, parameters, named=True))
+    choice = variant.choice
+    if choice.shard > 1 and together:
+        found.insert(0, _Part(together, choice.shard, choice.keep, choice.slices, whole))
+    return found
 
 
-def _sharded(parts: list[list[_Part]]) -> list[Sharded]:
-    width = max(len(row) for row in parts)
-    empty = _Part(0.0, 1, False, 1)
+def _sharded(parts: list[list[list[_Part]]], width: int) -> list[Sharded]:
+    """Parts as columns; rows with fewer are filled with parts of no parameters."""
+    most = max(1, *(len(found) for row in parts for found in row))
+    empty = _Part()
     made = []
-    for position in range(width):
-        column: list[_Part] = [row[position] if position < len(row) else empty for row in parts]
+    for position in range(most):
+        cells = [
+            [found[position] if position < len(found) else empty for found in row] + [empty] * (width - len(row))
+            for row in parts
+        ]
+        columns = (np.array([[cell[field] for cell in row] for row in cells]) for field in range(len(empty)))
+        parameters, group, keep, collectives, whole, named = columns
         made.append(
             Sharded(
-                parameters=_floats([p.parameters for p in column]),
-                group=_floats([p.group for p in column]),
-                keep=np.array([p.keep for p in column], dtype=bool),
-                collectives=_floats([p.collectives for p in column]),
+                parameters=parameters.astype(np.float64),
+                group=group.astype(np.float64),
+                keep=keep.astype(bool),
+                collectives=collectives.astype(np.float64),
+                whole=whole.astype(np.float64),
+                named=named.astype(bool),
             )
         )
     return made
-
-
-def _floats(values: Sequence[float]) -> Floats:
-    return np.array(values, dtype=np.float64)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavetrain.cost.laws import Laws
-from wavetrain.cost.memory import Passage, Unit, kept_bytes, recomputed_bytes, state_bytes, working_bytes
+from wavetrain.cost.memory import Blocks, Passage, Unit, kept_bytes, recomputed_bytes, state_bytes, working_bytes
 from wavetrain.plan.stack import Fusion
-from wavetrain.sim.batch import Batch
+from wavetrain.sim.batch import Batch, Flags
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 
 Floats = NDArray[np.float64]
@@ -31,11 +31,19 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks of a pipeline that hold alike: rows are places, columns are plans."""
+    """Ranks of a pipeline that hold alike: rows are places, columns are plans, then variants of blocks."""
 
-    blocks: Floats
+    counts: Floats  # blocks of each variant
     has_first: Floats  # 1 where the embedding is
     has_last: Floats  # 1 where the head is
+
+    @property
+    def blocks(self) -> Floats:
+        return np.asarray(self.counts.sum(axis=-1))
+
+    def total(self, values: Floats) -> Floats:
+        """What variants have, added up over the blocks of each place."""
+        return np.asarray((self.counts * values).sum(axis=-1))
 
 
 def places(batch: Batch) -> Place:
@@ -46,7 +54,8 @@ def places(batch: Batch) -> Place:
     last = np.stack([single | batch.folded, single, single | ~batch.folded])
     both = batch.copies > 1
     first[2], last[2] = first[2] | both, last[2] | both
-    return Place(blocks, first.astype(np.float64), last.astype(np.float64))
+    shares = batch.block_counts / batch.num_blocks[:, None]
+    return Place(blocks[:, :, None] * shares, first.astype(np.float64), last.astype(np.float64))
 
 
 def memory(batch: Batch, laws: Laws) -> Holdings:
@@ -54,7 +63,7 @@ def memory(batch: Batch, laws: Laws) -> Holdings:
     place = places(batch)
     saved = saved_bytes(batch, laws)
     live = in_flight(batch) / batch.stages / batch.copies  # microbatches of all of a rank's stages
-    per_microbatch = place.blocks * saved.block + place.has_first * saved.embedding + place.has_last * saved.head
+    per_microbatch = place.total(saved.block) + place.has_first * saved.embedding + place.has_last * saved.head
     parts = static_parts(batch, place, laws)
     parts |= {"activations": live * per_microbatch, "working": np.maximum(*passing_bytes(batch, place, laws))}
     total = np.asarray(sum(parts.values()))
@@ -66,38 +75,65 @@ def memory(batch: Batch, laws: Laws) -> Holdings:
 
 
 def passing_bytes(batch: Batch, place: Place, laws: Laws) -> tuple[Floats, Floats]:
-    """Most bytes in passing on each place, in a forward and in a backward."""
-    saved, some = saved_bytes(batch, laws), place.blocks > 0
-    output = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
-    return working_bytes(
-        place.blocks,
-        _block_unit(batch, some.astype(np.float64)),
-        _end_unit(batch, batch.facts.parameters[batch.embedding] * place.has_first),
-        _end_unit(batch, batch.facts.parameters[batch.head] * place.has_last),
-        Passage(
-            saved=saved.block * some,
-            output=output * some,
-            working=(saved.again + batch.largest_block(batch.facts.working_bytes)) * some,
-            logits=saved.logits * place.has_last,
-        ),
+    """Most bytes in passing on each place, in a forward and in a backward; blocks as if all were the fullest."""
+    saved, ways = saved_bytes(batch, laws), block_ways(batch, laws)
+    some = (place.blocks > 0).astype(np.float64)
+    fullest = [batch.largest(way.max(axis=-1)) for way in (ways.gathered, ways.reduced, ways.scattered)]
+    all_kept = ((ways.kept >= ways.gathered).all(axis=-1) | (batch.block_counts == 0)).all(axis=1)
+    first, last = end_units(batch, place)
+    block = Unit(
+        gathered=some * fullest[0],
+        kept=some * np.where(all_kept, fullest[0], 0.0),
+        reduced=some * fullest[1],
+        scattered=some * fullest[2],
+        shard=some * batch.mean(ways.shard),
     )
+    working = some * batch.largest(ways.working)
+    passage = Passage(
+        some * batch.mean(saved.block), some * output_bytes(batch), working, saved.logits * place.has_last
+    )
+    return working_bytes(place.blocks, block, first, last, passage)
 
 
-def _block_unit(batch: Batch, some: Floats) -> Unit:
-    """The sharded part of a block; of an operator that is split, one slice at a time."""
+def output_bytes(batch: Batch) -> Floats:
+    """What a block hands on."""
+    return batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
+
+
+def block_ways(batch: Batch, laws: Laws) -> Blocks:
+    """Bytes of every variant of blocks: plans, variants, and for what is alive together its moments."""
     compute, reduced = batch.precision.compute.num_bytes, batch.precision.gradients.num_bytes
-    zero = np.zeros_like(batch.tp)
-    cut = [(part, np.where(part.group > 1, part.parameters, 0.0)) for part in batch.sharded]
-    scattered = sum((n / part.group * reduced for part, n in cut), zero)
-    mean = batch.mean_block(batch.facts.parameters)
-    larger = batch.largest_block(batch.facts.parameters) / np.maximum(mean, 1.0)  # the fullest moment is at the largest
-    return Unit(
-        gathered=some * larger * sum((n / part.collectives * compute for part, n in cut), zero),
-        kept=some * sum((np.where(part.keep, n, 0.0) * compute for part, n in cut), zero),
-        reduced=some * larger * sum((n / part.collectives * reduced for part, n in cut), zero),
-        scattered=some * scattered,
-        shard=some * _once(batch) * scattered,
+    saved = saved_bytes(batch, laws)
+    parameters, pieces, group = (
+        np.stack([getattr(part, name) for part in batch.sharded], axis=-1)
+        for name in ("parameters", "collectives", "group")
     )
+    keep, named = (np.stack([getattr(part, name) for part in batch.sharded], axis=-1) for name in ("keep", "named"))
+    passing = _alive(parameters / pieces, named)
+    shards = (parameters / group).sum(axis=-1) * reduced
+    return Blocks(
+        gathered=compute * passing,
+        kept=compute * _alive(np.where(keep, parameters / pieces, 0.0), named),
+        reduced=reduced * passing,
+        scattered=shards[..., None] + 0.0 * passing,
+        stays=compute * np.where(keep, parameters, 0.0).sum(axis=-1),
+        shard=_once(batch)[:, None] * shards,
+        saved=saved.block,
+        working=saved.again + batch.facts.working_bytes[batch.blocks],
+        apart=np.asarray(named.any(axis=-1), dtype=np.float64),
+    )
+
+
+def _alive(values: Floats, named: Flags) -> Floats:
+    """Of parts of a block, what is alive at once: all that travels together, and one that travels by itself."""
+    return np.asarray(np.where(named, 0.0, values).sum(axis=-1, keepdims=True) + np.where(named, values, 0.0))
+
+
+def end_units(batch: Batch, place: Place) -> tuple[Unit, Unit]:
+    """The embedding and the head where they are."""
+    parameters = batch.facts.parameters
+    first = _end_unit(batch, parameters[batch.embedding] * place.has_first)
+    return first, _end_unit(batch, parameters[batch.head] * place.has_last)
 
 
 def _end_unit(batch: Batch, parameters: Floats) -> Unit:
@@ -124,13 +160,15 @@ def reserve_bytes(passing: Floats, laws: Laws) -> Floats:
 
 def static_parts(batch: Batch, place: Place, laws: Laws) -> dict[str, Floats]:
     """Bytes that a rank holds all through a step, by name."""
-    facts, blocks = batch.facts, place.blocks
-    whole = blocks * (batch.mean_block(facts.parameters) - batch.sharded_parameters)
+    facts = batch.facts
+    whole = place.total(facts.parameters[batch.blocks] - batch.sharded_parameters)
     ends = place.has_first * facts.parameters[batch.embedding] + place.has_last * _head_parameters(batch)
     whole = whole + np.where(batch.end_group > 1, 0.0, ends)
     shards = np.where(batch.end_group > 1, ends / batch.end_group, 0.0)
+    kept = np.zeros_like(whole)
     for part in batch.sharded:
-        shards = shards + blocks * part.parameters / part.group
+        shards = shards + place.total(part.parameters / part.group)
+        kept = kept + place.total(np.where(part.keep, part.parameters, 0.0))
     optimizer_ways = np.where(batch.shard_optimizer, batch.data_ranks, 1.0)
     parameters, gradients, optimizer = state_bytes(whole, shards, batch.precision, optimizer_ways)
     accumulated = (1.0 - _once(batch)) * shards * batch.precision.gradients.num_bytes
@@ -138,14 +176,17 @@ def static_parts(batch: Batch, place: Place, laws: Laws) -> dict[str, Floats]:
         "parameters": parameters,
         "gradients": gradients + accumulated,
         "optimizer": optimizer,
-        "gathered": batch.stack.kept_copies * blocks * _block_unit(batch, np.ones_like(batch.tp)).kept,
-        "buffers": np.where(batch.data_ranks * batch.pp > 1, laws.buffer_bytes, 0.0) + 0 * blocks,
+        "gathered": batch.stack.kept_copies * kept * batch.precision.compute.num_bytes,
+        "buffers": np.where(batch.data_ranks * batch.pp > 1, laws.buffer_bytes, 0.0) + 0 * whole,
     }
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes of one microbatch: kept by a block, the embedding and the head; of a block for its backward; logits."""
+    """Bytes of one microbatch: kept by a block, the embedding and the head; of a block for its backward; logits.
+
+    Those of blocks by variant.
+    """
 
     block: Floats
     embedding: Floats
@@ -156,11 +197,10 @@ class Saved:
 
 def saved_bytes(batch: Batch, laws: Laws) -> Saved:
     """What one microbatch keeps, and what comes back for a moment."""
-    facts = batch.facts
-    everything = batch.mean_block(facts.saved_bytes) + eager_bytes(batch, laws)
-    scores = batch.mean_block(facts.score_bytes)
-    inputs = batch.mean_block(facts.output_elements) * batch.precision.compute.num_bytes
-    again = recomputed_bytes(everything, scores, batch.mean_block(facts.dropped_bytes), batch.recompute)
+    facts, of = batch.facts, batch.blocks
+    everything = facts.saved_bytes[of] + eager_bytes(batch, laws)
+    inputs = facts.output_elements[of] * batch.precision.compute.num_bytes
+    again = recomputed_bytes(everything, facts.score_bytes[of], facts.dropped_bytes[of], batch.recompute)
     return Saved(
         block=kept_bytes(everything, inputs, again, batch.recompute),
         embedding=facts.saved_bytes[batch.embedding],
@@ -206,7 +246,7 @@ def logit_bytes(batch: Batch, laws: Laws) -> float:
 
 def eager_bytes(batch: Batch, laws: Laws) -> Floats:
     """What eager kernels of a block keep beyond the tensors that the model's description counts."""
-    norms = batch.mean_block(batch.facts.norm_elements) if batch.stack.norm is Fusion.EAGER else 0.0
-    pointwise = batch.mean_block(batch.facts.activation_elements)
+    norms = batch.facts.norm_elements[batch.blocks] if batch.stack.norm is Fusion.EAGER else 0.0
+    pointwise = batch.facts.activation_elements[batch.blocks]
     eager = laws.eager_activation_bytes if batch.stack.elementwise is Fusion.EAGER else 0.0
     return np.asarray(norms * laws.eager_norm_bytes + pointwise * eager)

@@ -27,7 +27,7 @@ from wavetrain.sim.batch import Batch, Floats
 from wavetrain.sim.breakdown import breakdown, idle_share
 from wavetrain.sim.engine import Result, StageBytes, StageTimes
 from wavetrain.sim.estimate import Estimate, estimate, straggling
-from wavetrain.sim.gather import gather
+from wavetrain.sim.gather import gather, variants
 from wavetrain.sim.stages import fullest_rank, peak_parts, stage_bytes, stage_times, static_bytes
 from wavetrain.trace.timeline import Timeline
 
@@ -185,10 +185,9 @@ def step_flops(plan: Plan) -> tuple[float, float]:
     microbatches = plan.layout.num_microbatches * plan.layout.dp
     needed = plan.model.forward_flops(work) + plan.model.backward_flops(work)
     again = 0.0
-    for name, count in plan.model.block_counts.items():
-        layer = plan.model.by_name[name]
-        for operator in layer.operators:
-            whole = plan.recompute is Recompute.FULL or plan.choice_of(layer, operator.name).recompute
+    for variant, count in variants(plan).items():
+        for operator in plan.model.by_name[variant.layer].operators:
+            whole = plan.recompute is Recompute.FULL or variant.of(operator.name).recompute
             if whole or (plan.recompute is Recompute.SELECTIVE and isinstance(operator, Attention)):
                 again += count * operator.forward_flops(work)
     return microbatches * needed, microbatches * again

@@ -4,34 +4,59 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 
 from wavetrain.cost.laws import Laws
+from wavetrain.cost.memory import Blocks, Passage, Unit, walked_bytes
 from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
-from wavetrain.sim.batch import Batch, Floats
+from wavetrain.sim.batch import Batch, Floats, Numbers
 from wavetrain.sim.engine import Result, StageBytes, StageTimes
 from wavetrain.sim.estimate import Estimate, hop_seconds
-from wavetrain.sim.memory import Place, passing_bytes, reserve_bytes, saved_bytes, static_parts
+from wavetrain.sim.gather import variants
+from wavetrain.sim.memory import Place, block_ways, end_units, output_bytes, reserve_bytes, saved_bytes, static_parts
+
+
+def block_order(plan: Plan) -> Numbers:
+    """Which variant each block is, by its number in the plan's batch."""
+    numbers = {variant: number for number, variant in enumerate(variants(plan))}
+    return np.array([numbers[variant] for variant in plan.blocks], dtype=np.intp)
+
+
+def stage_counts(plan: Plan) -> Floats:
+    """Blocks of each variant (columns) in every stage; a second copy of the model has the same."""
+    order, ends = block_order(plan), np.cumsum(plan.cut)
+    counts = np.zeros((len(plan.cut), int(order.max(initial=0)) + 1))
+    np.add.at(counts, (np.searchsorted(ends, np.arange(len(order)), side="right"), order), 1.0)
+    return counts[np.arange(plan.placement.num_stages) % len(plan.cut)]
+
+
+def rank_counts(plan: Plan) -> Floats:
+    """Blocks of each variant on every rank."""
+    by_stage = stage_counts(plan)
+    counts = np.zeros((plan.layout.pp, by_stage.shape[1]))
+    np.add.at(counts, np.array(plan.placement.ranks), by_stage)
+    return counts
 
 
 def stage_times(plan: Plan, batch: Batch, found: Estimate) -> tuple[StageTimes, ...]:
     """Seconds of every stage's actions; a second copy of the model has the same."""
-    block, host_s, placement = found.block, float(found.message.host_s[0]), plan.placement
-    f, i, w = float(block.f_s[0]), float(block.i_s[0]), float(block.weight_s[0])
+    host_s, placement = float(found.message.host_s[0]), plan.placement
+    each = np.stack([found.variants.f_s[0], found.variants.i_s[0], found.variants.weight_s[0]], axis=1)
+    own_s = stage_counts(plan) @ each
     hops = hop_seconds(batch)[:, 0]
     made = []
     for stage in range(placement.num_stages):
-        count = plan.cut[stage % len(plan.cut)]
-        parts = np.array([count * f, count * i, count * w])
+        parts = own_s[stage]
         ahead_s = behind_s = 0.0
         if placement.is_first(stage):
-            parts += _end(found.embedding.f_s, found.embedding.i_s, found.embedding.w_s)
+            parts = parts + _end(found.embedding.f_s, found.embedding.i_s, found.embedding.w_s)
         else:
             behind_s = wire_seconds(plan, hops, placement.ranks[stage - 1], placement.ranks[stage])
         if placement.is_last(stage):
-            parts += _end(found.head.f_s, found.head.i_s, found.head.w_s)
+            parts = parts + _end(found.head.f_s, found.head.i_s, found.head.w_s)
         else:
             ahead_s = wire_seconds(plan, hops, placement.ranks[stage], placement.ranks[stage + 1])
         own_f, own_i, own_w = map(float, parts)
@@ -46,8 +71,7 @@ def stage_times(plan: Plan, batch: Batch, found: Estimate) -> tuple[StageTimes, 
 
 def wire_seconds(plan: Plan, hops: Floats, sender: int, receiver: int) -> float:
     """A message between two ranks, over the innermost tier that holds both; none within a rank."""
-    layout = plan.layout
-    stride = layout.tp * layout.cp * layout.dp
+    stride = plan.layout.stage_stride
     for tier, hop_s in zip(plan.cluster.tiers, hops, strict=False):
         if sender * stride // tier.size == receiver * stride // tier.size:
             return float(hop_s) if sender != receiver else 0.0
@@ -60,21 +84,30 @@ def _end(*parts: Floats) -> Floats:
 
 def stage_bytes(plan: Plan, batch: Batch, laws: Laws) -> tuple[StageBytes, ...]:
     """Bytes of every stage's actions."""
-    saved = saved_bytes(batch, laws)
-    stages = range(plan.placement.num_stages)
-    first, last = (np.array([[float(is_end(s))] for s in stages]) for is_end in _ends(plan))
-    counts = np.array([[float(plan.cut[s % len(plan.cut)])] for s in stages])
-    forward, backward = passing_bytes(batch, Place(counts, first, last), laws)
-    kept = counts * saved.block + first * saved.embedding + last * saved.head
-    return tuple(
-        StageBytes(
-            saved=float(kept[s, 0]),
-            saved_for_w=float(kept[s, 0]),
-            transient_f=float(forward[s, 0]),
-            transient_b=float(backward[s, 0]),
-        )
-        for s in stages
-    )
+    saved, ways = saved_bytes(batch, laws), block_ways(batch, laws)
+    ways = Blocks(*(getattr(ways, item.name)[0] for item in fields(ways)))
+    order, starts = block_order(plan), np.concatenate([[0], np.cumsum(plan.cut)])
+    is_first, is_last = _ends(plan)
+    known: dict[object, StageBytes] = {}
+    made = []
+    for stage in range(plan.placement.num_stages):
+        piece = stage % len(plan.cut)
+        own = order[starts[piece] : starts[piece + 1]]
+        first, last = is_first(stage), is_last(stage)
+        key = (own.tobytes(), first, last)
+        if key not in known:
+            place = Place(np.zeros((1, 1, 1)), np.array([[float(first)]]), np.array([[float(last)]]))
+            units = [
+                Unit(*(getattr(unit, item.name)[0, 0] for item in fields(unit))) for unit in end_units(batch, place)
+            ]
+            none = np.zeros(1)
+            passage = Passage(none, output_bytes(batch) * bool(len(own)), none, saved.logits * last)
+            passage = Passage(*(getattr(passage, item.name)[0] for item in fields(passage)))
+            forward, backward = walked_bytes(own, ways, (units[0], units[1]), passage)
+            kept = float(ways.saved[own].sum() + first * saved.embedding[0] + last * saved.head[0])
+            known[key] = StageBytes(saved=kept, saved_for_w=kept, transient_f=forward, transient_b=backward)
+        made.append(known[key])
+    return tuple(made)
 
 
 def _ends(plan: Plan) -> tuple[Callable[[int], bool], Callable[[int], bool]]:
@@ -88,7 +121,7 @@ def rank_places(plan: Plan) -> Place:
     for stage, rank in enumerate(placement.ranks):
         first[rank] += placement.is_first(stage)
         last[rank] += placement.is_last(stage)
-    return Place(np.array(plan.blocks_by_rank, dtype=np.float64)[:, None], first, last)
+    return Place(rank_counts(plan)[:, None, :], first, last)
 
 
 def static_bytes(plan: Plan, batch: Batch, laws: Laws) -> dict[str, Floats]:

@@ -27,6 +27,7 @@ class Layouts:
     cp: Numbers
     dp: Numbers
     pp: Numbers
+    pp_inside: Flags
     schedule: Numbers  # number in SCHEDULE_KINDS
     stages: Numbers  # per rank
     microbatch: Numbers
@@ -69,9 +70,7 @@ def sweep(
     block_counts = np.broadcast_to(np.array(list(counts.values()), dtype=np.float64), blocks.shape)
     folded = np.isin(layouts.schedule, [SCHEDULE_KINDS.index(name) for name in ("wave", "wave-zb", "zb-v")])
     first, most, last = even_blocks(model.num_blocks, layouts, folded)
-    mean = (facts.parameters[blocks] * block_counts).sum(axis=1) / block_counts.sum(axis=1)
     shard = layouts.shard.astype(np.float64)
-    part = Sharded(np.where(shard > 1, mean, 0.0), shard, layouts.keep, np.ones(len(layouts)))
     return Batch(
         device=cluster.device,
         tiers=cluster.tiers,
@@ -88,6 +87,8 @@ def sweep(
         cp=layouts.cp.astype(np.float64),
         dp=layouts.dp.astype(np.float64),
         pp=layouts.pp.astype(np.float64),
+        data_stride=(layouts.tp * np.where(layouts.pp_inside, layouts.pp, 1)).astype(np.float64),
+        stage_stride=(layouts.tp * np.where(layouts.pp_inside, 1, layouts.cp * layouts.dp)).astype(np.float64),
         stages=layouts.stages.astype(np.float64),
         folded=folded & (layouts.pp > 1),
         copies=np.ones(len(layouts)),
@@ -96,12 +97,20 @@ def sweep(
         last=last,
         microbatches=layouts.microbatches.astype(np.float64),
         schedule=layouts.schedule,
-        recompute=layouts.recompute,
+        recompute=np.broadcast_to(layouts.recompute[:, None], blocks.shape),
         shard_optimizer=layouts.shard_optimizer,
-        sharded=[part],
+        sharded=[_part(facts.parameters[blocks], shard[:, None], layouts.keep[:, None])],
         end_group=shard,
         barrier=np.full(len(layouts), stack.barrier),
     )
+
+
+def _part(parameters: Floats, shard: Floats, keep: Flags) -> Sharded:
+    """All of a block's parameters, cut over one group."""
+    cut, shape = np.where(shard > 1, parameters, 0.0), parameters.shape
+    group, kept = np.broadcast_to(shard, shape), np.broadcast_to(keep, shape)
+    whole = np.where(parameters > 0, parameters, 1.0)
+    return Sharded(cut, group, kept, np.ones(shape), whole, np.zeros(shape, dtype=bool))
 
 
 def distinct(*columns: Numbers | Flags) -> tuple[Numbers, Numbers]:
