@@ -182,6 +182,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8; bf16.")] = None,
     gradients: Annotated[str | None, typer.Option(help="Format gradients are reduced in; fp32.")] = None,
     overlap: Annotated[str | None, typer.Option(help="Of gradients,tensor,messages or none; gradients.")] = None,
+    megatron: Annotated[str | None, typer.Option(help="Flags of a Megatron-LM run, quoted.")] = None,
+    deepspeed: Annotated[Path | None, typer.Option(help="A DeepSpeed config file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan file.")] = None,
     as_json: AsJson = False,
@@ -198,6 +200,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     if plan is not None:
         _refuse_beside("a plan file", given)
         made = read_plan(plan)
+    elif megatron is not None or deepspeed is not None:
+        made = _imported(given)
     else:
         made = _requested(given)
     found = predicted(made)
@@ -208,6 +212,28 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
         with _writing(trace):
             write_chrome(found.timeline, trace)
     _print(prediction_document(made, found, advice), prediction_card(made, found, advice), as_json)
+
+
+@app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    to: Annotated[str, typer.Option(help="torchtitan, megatron, deepspeed, accelerate, fsdp2, torchrun, slurm ...")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a file instead of printing.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plan in the words of another program, and say what it has no words for."""
+    from wavetrain.base.codec import dumps
+    from wavetrain.plan import read_plan
+    from wavetrain.plan.export import export as exported
+
+    found = exported(read_plan(plan), to)
+    text = dumps(found.document()) if as_json else found.text
+    for note in found.not_expressed:
+        print(f"not expressed: {printable(note, most=400)}", file=sys.stderr)
+    if output is not None:
+        _write(output, found.text)
+    if output is None or as_json:
+        print(text, end="")
 
 
 @app.command()
@@ -248,6 +274,16 @@ def doctor(as_json: AsJson = False) -> None:
     _print(document, table, as_json)
     if bad:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _imported(given: dict[str, Any]) -> Plan:
+    """The plan that another program's flags or config mean."""
+    from wavetrain.plan.flags import plan_of_given
+
+    plan, ignored = plan_of_given(given)
+    for line in ignored:
+        print(f"ignored: {printable(line, most=400)}", file=sys.stderr)
+    return plan
 
 
 def _requested(given: dict[str, Any]) -> Plan:
