@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from wavetrain.base.units import DType
 
@@ -167,13 +168,26 @@ class Cluster:
     def device(self) -> Device:
         return self.node.device
 
-    @property
+    @cached_property
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers that the cluster really has, innermost first; the last one spans all devices."""
         if self.is_uniform:
             return _tiers(self.node, self.num_nodes)
         networks = [_network_tiers(group.node, self.num_nodes)[-1] for group in self.groups]
         return (_slowest(networks, self.num_devices),)
+
+    def part(self, num_devices: int) -> Cluster:
+        """The first devices of a uniform cluster: whole nodes, or some devices of one."""
+        if num_devices == self.num_devices:
+            return self
+        node, base = self.node, self.name.partition(":")[0]
+        count, rest = divmod(num_devices, node.num_devices)
+        if not rest:
+            return Cluster(base if count == 1 else f"{base}:{count}", (Group(node, count),), self.sources)
+        if count:
+            raise ValueError(f"{num_devices} devices are not whole nodes of {node.num_devices}")
+        some = replace(node, num_devices=num_devices)
+        return Cluster(f"{base} ({num_devices} of {node.num_devices} devices)", (Group(some, 1),), self.sources)
 
     @property
     def usd_per_hour(self) -> float:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from wavetrain.cost.laws import Laws
 from wavetrain.cost.memory import Blocks, Passage, Unit, kept_bytes, recomputed_bytes, state_bytes, working_bytes
 from wavetrain.plan.stack import Fusion
-from wavetrain.sim.batch import Batch, Flags
+from wavetrain.sim.batch import Batch, Flags, Numbers
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 
 Floats = NDArray[np.float64]
@@ -219,19 +219,23 @@ def _head_parameters(batch: Batch) -> Floats:
 
 
 def in_flight(batch: Batch) -> Floats:
-    """Stages' activations alive at once on the first, a middle and the last rank, in chunks of a rank's stages.
+    """Stages' activations alive at once on the first, a middle and the last rank of every plan."""
+    return chunks_in_flight(batch.schedule, batch.pp, batch.stages, batch.microbatches)
+
+
+def chunks_in_flight(schedule: Numbers, ranks: Floats, v: Floats, m: Floats) -> Floats:
+    """Stages' activations alive at once on the first, a middle and the last rank, `v` stages each.
 
     1F1B and interleaved: Narayanan et al. 2021; zero bubble: Qi et al. 2023; waves: measured on executed orders
     (docs/schedule.md). Never more than all microbatches.
     """
-    ranks, v, m = batch.pp, batch.stages, batch.microbatches
-    kinds = {name: batch.schedule == number for number, name in enumerate(SCHEDULE_KINDS)}
+    kinds = {name: schedule == number for number, name in enumerate(SCHEDULE_KINDS)}
     looped, deep = kinds["interleaved"], kinds["zb-h2"] & (m >= 2 * ranks - 1)
     all_at_once = kinds["gpipe"] | kinds["looped-bfs"]
     full = ranks * v
     first = np.select([looped, deep, all_at_once], [full + ranks - 1, 2 * ranks - 1, m * v], full)
     last = np.select([looped, kinds["1f1b"]], [(v - 1) * ranks + 1, 1.0], first)  # the others hold alike on all ranks
-    middle = np.where(batch.pp > 1, np.maximum(first - np.where(looped, 2, 1), last), first)
+    middle = np.where(ranks > 1, np.maximum(first - np.where(looped, 2, 1), last), first)
     return np.asarray(np.minimum(np.stack([first, middle, last]), m * v))
 
 

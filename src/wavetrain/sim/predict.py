@@ -6,7 +6,7 @@ Data-parallel replicas are alike, so one pipeline is simulated whatever the numb
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE, Actions, Kind
 from wavetrain.schedule.evaluate import Costs as OrderCosts
-from wavetrain.schedule.schedules import SCHEDULES
+from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.sim import engine
 from wavetrain.sim.algorithms import algorithms
 from wavetrain.sim.batch import Batch, Floats
@@ -73,7 +73,7 @@ class Prediction:
 class Simulation:
     """One pipeline of a plan, simulated."""
 
-    actions: Actions
+    program: engine.Program
     sizes: tuple[StageBytes, ...]
     static: dict[str, Floats]
     result: Result
@@ -103,7 +103,7 @@ def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
         peak_bytes=run.result.peak_bytes[rank],
         reserve_bytes=reserve,
         capacity_bytes=float(plan.cluster.device.memory_bytes),
-        memory=peak_parts(rank, run.static, run.result, run.actions, run.sizes),
+        memory=peak_parts(rank, run.static, run.result, run.program.actions, run.sizes),
         breakdown=terms,
         algorithms=algorithms(batch),
         bubble_fraction=idle_share(run.result),
@@ -116,20 +116,50 @@ def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
     )
 
 
+@dataclass(frozen=True)
+class Outline:
+    """The two numbers that a search compares plans by."""
+
+    step_s: float
+    needed_bytes: float
+
+
+def outline(plan: Plan, laws: Laws) -> Outline:
+    """What `simulate` says of a plan's step and memory, without the rest."""
+    batch = gather([plan])
+    found = estimate(batch, laws)
+    run = _play_once(plan, batch, found, laws)
+    rank, reserve = fullest_rank(run.static, run.result, laws)
+    slow_s = float(straggling(batch, laws)[0]) * run.result.makespan_s
+    return Outline(run.step_s + slow_s, run.result.peak_bytes[rank] + reserve)
+
+
 def play(plan: Plan, batch: Batch, found: Estimate, laws: Laws) -> Simulation:
     """Run the plan's actions; what happens once per step follows on every rank, waiting for slow nodes last."""
+    once = _play_once(plan, batch, found, laws)
+    slow_s = float(straggling(batch, laws)[0]) * once.result.makespan_s
+    return _play_once(plan, batch, found, laws, late=(("stragglers", slow_s),), program=once.program)
+
+
+def _play_once(
+    plan: Plan,
+    batch: Batch,
+    found: Estimate,
+    laws: Laws,
+    *,
+    late: tuple[tuple[str, float], ...] = (),
+    program: engine.Program | None = None,
+) -> Simulation:
+    """Run the plan's actions and what happens once per step, with something more at its end."""
     _refuse_endless(plan)
     times, sizes = stage_times(plan, batch, found), stage_bytes(plan, batch, laws)
-    actions = plan_actions(plan, times)
+    program = program or _program(plan, times)
     static = static_bytes(plan, batch, laws)
     held = np.asarray(sum(static.values())).tolist()
-    tail = tuple((name, float(value[0])) for name, value in found.tail.items())
-    program = engine.compile(actions)
-    once = engine.run(program, times, sizes, static_bytes=held, tail=[tail] * plan.layout.pp)
-    slow = (*tail, ("stragglers", float(straggling(batch, laws)[0]) * once.makespan_s))
-    result = engine.run(program, times, sizes, static_bytes=held, tail=[slow] * plan.layout.pp)
-    step_s = result.makespan_s if plan.stack.barrier else period_seconds(actions, times, result, tail=slow)
-    return Simulation(actions, sizes, static, result, step_s)
+    tail = (*((name, float(value[0])) for name, value in found.tail.items()), *late)
+    result = engine.run(program, times, sizes, static_bytes=held, tail=[tail] * plan.layout.pp)
+    step_s = result.makespan_s if plan.stack.barrier else period_seconds(program.actions, times, result, tail=tail)
+    return Simulation(program, sizes, static, result, step_s)
 
 
 def period_seconds(
@@ -166,17 +196,37 @@ def _refuse_endless(plan: Plan) -> None:
         raise InputError(Problem(where="plan", key="layout.global_batch", rule=rule, remedy=remedy))
 
 
-def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
-    """The order that the plan's schedule draws up.
+# What a forward, an input and a weight gradient take when orders that look at times are drawn up: equal parts,
+# transformers, transformers that are recomputed. A plan runs the one that is fastest for it.
+DRAWN_FOR = ((1, 1, 1), (4, 5, 3), (4, 9, 3))
 
-    Orders that fill gaps greedily are drawn up twice, for equal parts and for the true times, and the faster is taken.
-    """
-    order, shape = SCHEDULES[plan.layout.schedule].order, plan.shape
-    if plan.layout.schedule not in GREEDY:
-        return order(shape)
-    costs = OrderCosts(tuple(t.f for t in times), tuple(t.i for t in times), tuple(t.w for t in times))
-    found = [order(shape), order(replace(shape, costs=costs))]
-    return min(found, key=lambda actions: engine.run(actions, times).makespan_s)
+
+def drawn_up(schedule: str, shape: Shape) -> tuple[Actions, ...]:
+    """The orders of a schedule for a shape: one, or several where it looks at times."""
+    order = SCHEDULES[schedule].order
+    if schedule not in GREEDY:
+        return (order(shape),)
+    stages = SCHEDULES[schedule].placement(shape).num_stages
+    every = (OrderCosts.uniform(stages, f=f, i=i, w=w) for f, i, w in DRAWN_FOR)
+    return tuple(dict.fromkeys(order(replace(shape, costs=costs)) for costs in every))
+
+
+def _program(plan: Plan, times: tuple[StageTimes, ...]) -> engine.Program:
+    """The plan's order, ready to run."""
+    found = _ready(plan.layout.schedule, plan.shape)
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda program: engine.run(program, times).makespan_s)
+
+
+def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
+    """The order that the plan's schedule draws up."""
+    return _program(plan, times).actions
+
+
+@lru_cache(maxsize=256)
+def _ready(schedule: str, shape: Shape) -> tuple[engine.Program, ...]:
+    return tuple(map(engine.compile, drawn_up(schedule, shape)))
 
 
 def step_flops(plan: Plan) -> tuple[float, float]:

@@ -1,0 +1,529 @@
+"""Bounds: what no plan of some degrees, options or schedule can be faster than, under the simulator.
+
+Each is a sum of what some rank must do and must wait for, whatever the order of actions:
+
+* a rank runs every microbatch through its stages;
+* its first action is the forward of its first stage, before which a microbatch went through all stages ahead;
+* its last backward is that of its first stage, after which the gradient goes back through the same stages;
+* its first backward waits until a microbatch has gone all the way to the end and back to it, and until then a rank does
+  no more forwards than its order has before it.
+
+Messages count with their host time only. That a bound never exceeds the simulator is a property test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavetrain.cluster.cluster import Tier
+from wavetrain.planner.question import Question
+from wavetrain.planner.space import Degrees, Options, Order, orders
+from wavetrain.schedule.action import Action, Actions, Kind
+from wavetrain.schedule.schedules import SCHEDULES, Shape
+from wavetrain.sim.batch import Batch
+from wavetrain.sim.estimate import (
+    SCHEDULE_KINDS,
+    Estimate,
+    estimate,
+    hop_seconds,
+    optimizer_seconds,
+    rank_parameters,
+    rank_reduction_seconds,
+    replica_seconds,
+    replicated_parameters,
+    straggling,
+)
+from wavetrain.sim.memory import Place, chunks_in_flight, memory, reserve_bytes, saved_bytes, static_parts
+from wavetrain.sim.predict import GREEDY, drawn_up
+from wavetrain.sim.sweep import Layouts, distinct, sweep
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.intp]
+Flags = NDArray[np.bool_]
+
+ANY = 1e30  # forwards before a backward, of an order that is not looked at
+BELOW = 1 - 1e-9  # rounding of sums of floats
+
+
+def degree_bounds(question: Question, found: Degrees) -> Floats:
+    """Seconds that no step of some degrees is below: compute and tensor communication, blocks dealt out evenly."""
+    if not len(found):
+        return np.zeros(0)
+    unique, row = distinct(found.tp, found.cp, found.microbatch)
+    pieces = _pieces(question, unique)
+    busy = np.minimum(*(_pipeline_bounds(question, found, parts.take(row)) for parts in pieces))
+    nodes = np.ceil(found.tp * found.cp * found.dp / question.cluster.node.num_devices)
+    slower = 1 + question.laws.doubling * np.log2(np.maximum(nodes, 1.0))
+    return np.asarray((busy + question.laws.step_s) * slower * BELOW)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Seconds of one microbatch: in a block forward, input and weight gradient; in embedding and head together."""
+
+    f_s: Floats
+    i_s: Floats
+    w_s: Floats
+    ends_s: Floats
+
+    def take(self, rows: Numbers) -> Pieces:
+        return Pieces(*(getattr(self, item.name)[rows] for item in fields(self)))
+
+
+def _pipeline_bounds(question: Question, own: Degrees, parts: Pieces) -> Floats:
+    """Seconds that no pipeline is below, whatever its schedule and cut.
+
+    The fullest rank has at least the blocks that an even deal leaves it. It runs all microbatches through them; the
+    last of its forwards is followed by a whole backward, the first of its backwards by a whole forward before it.
+    """
+    m, blocks = own.microbatches, question.model.num_blocks
+    most = np.ceil(blocks / own.pp)
+    block_s = parts.f_s + parts.i_s + parts.w_s
+    share = (blocks * block_s + parts.ends_s) / own.pp
+    busy = m * np.maximum(share, most * block_s) + _message_seconds(question, own)
+    there = m * most * parts.f_s + blocks * parts.i_s
+    back = blocks * parts.f_s + m * most * parts.i_s
+    return np.asarray(np.where(own.pp == 1, m * share, np.maximum(busy, np.maximum(there, back))))
+
+
+def _message_seconds(question: Question, found: Degrees) -> Floats:
+    """Host time of messages, on average per rank: two each way over every boundary, half of it at either end."""
+    host_s = question.laws.message_s if question.stack.message_s is None else question.stack.message_s
+    return np.asarray(found.microbatches * 2.0 * host_s * (found.pp - 1) / found.pp)
+
+
+def _pieces(question: Question, unique: Numbers) -> tuple[Pieces, Pieces]:
+    """Seconds of one microbatch for rows of (tp, cp, microbatch), without and with sequence parallelism.
+
+    What is not possible takes forever.
+    """
+    tp, cp, microbatch = (np.tile(column, 2) for column in unique.T)
+    sequence = np.repeat([False, True], len(unique))
+    possible = ~sequence | ((tp > 1) & (question.seq_len % (tp * cp) == 0))
+    if question.pins.sequence_parallel is not None:
+        possible &= (sequence == question.pins.sequence_parallel) | ~sequence
+    one, no = np.ones(len(tp), dtype=np.intp), np.zeros(len(tp), dtype=bool)
+    layouts = _layouts(
+        Degrees(tp, cp, one, one, microbatch, one),
+        Options(
+            row=np.arange(len(tp)),
+            sequence_parallel=sequence & possible,
+            pp_inside=no,
+            recompute=0 * one,
+            shard=one,
+            keep=no,
+            shard_optimizer=no,
+        ),
+    )
+    batch = sweep(
+        question.model,
+        question.cluster,
+        layouts,
+        seq_len=question.seq_len,
+        stack=question.stack,
+        precision=question.precision,
+    )
+    priced = estimate(batch, question.laws)
+    ends_s = priced.embedding.total_s + priced.head.total_s
+    parts = (priced.block.f_s, priced.block.i_s, priced.block.weight_s, ends_s)
+    columns = [np.where(possible, part, np.inf).reshape(2, -1) for part in parts]
+    return Pieces(*(column[0] for column in columns)), Pieces(*(column[1] for column in columns))
+
+
+def _layouts(found: Degrees, options: Options) -> Layouts:
+    """Columns for the closed form, as a pipeline of one stage per rank."""
+    own = found.take(options.row)
+    none = np.zeros(len(options), dtype=np.intp)
+    return Layouts(
+        tp=own.tp,
+        sequence_parallel=options.sequence_parallel,
+        cp=own.cp,
+        dp=own.dp,
+        pp=own.pp,
+        pp_inside=options.pp_inside,
+        schedule=none + SCHEDULE_KINDS.index("1f1b"),
+        stages=none + 1,
+        microbatch=own.microbatch,
+        microbatches=own.microbatches,
+        recompute=options.recompute,
+        shard=options.shard,
+        keep=options.keep,
+        shard_optimizer=options.shard_optimizer,
+    )
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What options cost, one entry each: parts of a microbatch, the end of a step, what is static on a rank."""
+
+    f_s: Floats  # of a block
+    i_s: Floats
+    w_s: Floats
+    first_s: Floats  # embedding: forward, input gradient, weight gradient (columns)
+    last_s: Floats
+    tail_s: Floats  # at least
+    slower: Floats  # factor for slow nodes
+    host_s: Floats
+    hops_s: Floats  # a message over each tier (columns)
+    stride: Numbers  # devices from one rank of a pipeline to the next
+    state_bytes: Floats  # per block
+    saved_bytes: Floats  # per block and microbatch
+    first_bytes: Floats  # embedding: states, saved per microbatch (columns)
+    last_bytes: Floats  # head
+    other_bytes: Floats  # buffers, and what a device needs beside its tensors
+
+    def take(self, rows: Numbers) -> Priced:
+        return Priced(*(getattr(self, item.name)[rows] for item in fields(self)))
+
+    @property
+    def block_s(self) -> Floats:
+        return self.f_s + self.i_s + self.w_s
+
+    @property
+    def pieces(self) -> Pieces:
+        return Pieces(self.f_s, self.i_s, self.w_s, self.first_s.sum(axis=1) + self.last_s.sum(axis=1))
+
+
+def price(question: Question, found: Degrees, options: Options) -> Priced:
+    """Price options without a schedule."""
+    layouts = _layouts(found, options)
+    batch = sweep(
+        question.model,
+        question.cluster,
+        layouts,
+        seq_len=question.seq_len,
+        stack=question.stack,
+        precision=question.precision,
+    )
+    priced = estimate(batch, question.laws)
+    return Priced(
+        f_s=priced.block.f_s,
+        i_s=priced.block.i_s,
+        w_s=priced.block.weight_s,
+        first_s=np.stack([priced.embedding.f_s, priced.embedding.i_s, priced.embedding.w_s], axis=1),
+        last_s=np.stack([priced.head.f_s, priced.head.i_s, priced.head.w_s], axis=1),
+        tail_s=_least_tail(question, batch, priced),
+        slower=1 + straggling(batch, question.laws),
+        host_s=priced.message.host_s,
+        hops_s=hop_seconds(batch).T,
+        stride=batch.stage_stride.astype(np.intp),
+        **_bytes(question, batch),
+    )
+
+
+def _least_tail(question: Question, batch: Batch, priced: Estimate) -> Floats:
+    """The end of a step on a rank with as few blocks as the fullest must have; of what overlaps, the share that shows.
+
+    The same laws as `estimate.tail_seconds`, without hiding behind the backward, which a longer one would do better.
+    """
+    laws = question.laws
+    if question.model.num_blocks and np.all(batch.pp == 1):
+        return np.asarray(sum(priced.tail.values()))
+    whole, every = replicated_parameters(batch), rank_parameters(batch)
+    share = np.divide(whole, every, out=np.zeros_like(whole), where=every > 0)
+    reduce_s, gather_s = rank_reduction_seconds(batch, every)
+    shown = laws.gradient_exposed if batch.stack.gradient_overlap else 1.0
+    least = shown * (share * (reduce_s + gather_s) + replica_seconds(batch, every))
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    least = least + optimizer_seconds(batch, whole, blocks, laws) + laws.step_s
+    return np.where(batch.pp == 1, sum(priced.tail.values()), least)
+
+
+def _bytes(question: Question, batch: Batch) -> dict[str, Floats]:
+    """Bytes that blocks and ends hold, as `sim.memory` counts them."""
+    laws = question.laws
+    shares = (batch.block_counts / batch.num_blocks[:, None])[None]
+    yes, no = np.ones((1, len(batch.tp))), np.zeros((1, len(batch.tp)))
+    empty, one = (static_parts(batch, Place(shares * n, no, no), laws) for n in (0.0, 1.0))
+    buffers, block = (np.asarray(sum(part.values()))[0] for part in (empty, one))
+    first, last = (
+        np.asarray(sum(static_parts(batch, Place(shares * 0.0, *ends), laws).values()))[0] - buffers
+        for ends in ((yes, no), (no, yes))
+    )
+    saved = saved_bytes(batch, laws)
+    grown = 1 + laws.fragmentation
+    return {
+        "state_bytes": block - buffers,
+        "saved_bytes": grown * batch.mean(saved.block),
+        "first_bytes": np.stack([first, grown * saved.embedding], axis=1),
+        "last_bytes": np.stack([last, grown * saved.head], axis=1),
+        "other_bytes": buffers + reserve_bytes(no[0], laws),
+    }
+
+
+def least_bytes(question: Question, pp: Numbers, priced: Priced) -> Floats:
+    """What the fullest rank holds at least, whatever the schedule and the cut: states; on a single rank activations."""
+    blocks = question.model.num_blocks
+    whole = blocks * (priced.state_bytes + priced.saved_bytes) + (priced.first_bytes + priced.last_bytes).sum(axis=1)
+    part = np.ceil(blocks / pp) * priced.state_bytes
+    return np.asarray(np.where(pp == 1, whole, part) + priced.other_bytes)
+
+
+def option_bounds(question: Question, found: Degrees, options: Options, priced: Priced) -> Floats:
+    """Seconds that no step of some options is below, whatever the schedule and the cut."""
+    busy = _pipeline_bounds(question, found.take(options.row), priced.pieces)
+    return np.asarray((busy + priced.tail_s) * priced.slower * BELOW)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Options (by number) with schedules (by number), and what the closed form says of them."""
+
+    option: Numbers
+    order: Numbers  # number in `orders`
+    orders: tuple[Order, ...]
+    bound_s: Floats
+    least_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.option)
+
+
+def schedule(question: Question, found: Degrees, options: Options, priced: Priced) -> Scheduled:
+    """Every schedule of some options, with a bound for any cut."""
+    own = found.take(options.row)
+    unique, row = distinct(own.pp, own.microbatches)
+    known = dict[Order, int]()
+    legal = [
+        np.array([known.setdefault(order, len(known)) for order in _orders(question, pp, m)], dtype=np.intp)
+        for pp, m in unique.tolist()
+    ]
+    counts = np.array([len(numbers) for numbers in legal])[row]
+    option = np.repeat(np.arange(len(options)), counts)
+    order = np.concatenate([legal[r] for r in row]) if len(row) else np.zeros(0, dtype=np.intp)
+    table = tuple(known)
+    per_rank = np.array([o.per_rank for o in table], dtype=np.intp)[order]
+    split = np.array([o.split for o in table], dtype=bool)[order]
+    return Scheduled(
+        option=option,
+        order=order,
+        orders=table,
+        bound_s=_scheduled_bounds(question, priced, own, option, per_rank, split),
+        least_bytes=_scheduled_bytes(question, priced, own, option, [table[n] for n in order]),
+    )
+
+
+def closed_form(
+    question: Question, found: Degrees, options: Options, made: Scheduled, rows: Numbers
+) -> tuple[Floats, Floats]:
+    """What the closed form says of some schedules: seconds of a step, bytes needed; no bounds, but near."""
+    chosen = options.take(made.option[rows])
+    kind, per_rank = (
+        np.array([getattr(order, name) for order in made.orders], dtype=np.intp)[made.order[rows]]
+        for name in ("kind", "per_rank")
+    )
+    layouts = replace(_layouts(found, chosen), schedule=kind, stages=per_rank)
+    batch = sweep(
+        question.model,
+        question.cluster,
+        layouts,
+        seq_len=question.seq_len,
+        stack=question.stack,
+        precision=question.precision,
+    )
+    held = memory(batch, question.laws)
+    return estimate(batch, question.laws).step_s, held.peak_bytes + held.reserve_bytes
+
+
+def _orders(question: Question, pp: int, microbatches: int) -> tuple[Order, ...]:
+    return orders(pp, microbatches, question.model.num_blocks, question.pins, question.only)
+
+
+def _scheduled_bounds(
+    question: Question, priced: Priced, own: Degrees, option: Numbers, per_rank: Numbers, split: Flags
+) -> Floats:
+    """The last rank to start: what it waits for at both ends, and at least its share of the work less a block."""
+    pp, m, blocks = own.pp[option], own.microbatches[option], question.model.num_blocks
+    parts = priced.pieces.take(option)
+    block_s = parts.f_s + parts.i_s + parts.w_s
+    fewest = np.maximum(blocks // pp // per_rank, 1) * np.maximum(pp - 2, 0)  # blocks ahead, whatever the cut
+    waits = fewest * (parts.f_s + np.where(split, 0.0, parts.i_s + parts.w_s))
+    least = (blocks * block_s + parts.ends_s) / pp - block_s - parts.ends_s / pp
+    late = np.where(pp > 1, waits + m * np.maximum(least, 0.0), 0.0)
+    busy = np.maximum(_pipeline_bounds(question, own, priced.pieces)[option], late)
+    return np.asarray((busy + priced.tail_s[option]) * priced.slower[option] * BELOW)
+
+
+def _scheduled_bytes(
+    question: Question, priced: Priced, own: Degrees, option: Numbers, order: Sequence[Order]
+) -> Floats:
+    """States and activations of a rank between the ends, as few blocks as any cut leaves it."""
+    kind, per_rank = (np.array([getattr(o, name) for o in order], dtype=np.intp) for name in ("kind", "per_rank"))
+    known = ~np.isin(kind, [SCHEDULE_KINDS.index(name) for name in GREEDY])  # the others hold what they please
+    pp, m = own.pp[option], own.microbatches[option]
+    live = chunks_in_flight(kind, *(column.astype(np.float64) for column in (pp, per_rank, m)))[1]
+    blocks = question.model.num_blocks
+    fewest = np.maximum(blocks // (pp * per_rank), 1)
+    held = blocks // pp * priced.state_bytes[option] + np.where(known, live, 0.0) * fewest * priced.saved_bytes[option]
+    return np.asarray(np.where(pp > 2, held, 0.0) + priced.other_bytes[option])
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of every stage's actions, and of a message at either of its ends."""
+
+    f: Floats
+    i: Floats
+    w: Floats
+    message_s: Floats
+
+
+def stage_seconds(
+    question: Question, priced: Priced, option: int, cut: tuple[int, ...], ranks: tuple[int, ...]
+) -> Stages:
+    """What the stages of a cut take with an option: the same as `sim.stages.stage_times`."""
+    counts = np.array(cut, dtype=np.float64)
+    parts = [counts * value[option] for value in (priced.f_s, priced.i_s, priced.w_s)]
+    for part, first, last in zip(parts, priced.first_s[option], priced.last_s[option], strict=True):
+        part[0] += first
+        part[-1] += last
+    f, i, w = parts
+    return Stages(f, i, w, _message_ends(question, priced, option, ranks))
+
+
+def _message_ends(question: Question, priced: Priced, option: int, ranks: tuple[int, ...]) -> Floats:
+    host_s = float(priced.host_s[option])
+    if question.stack.message_overlap:
+        return np.full(len(ranks), host_s / 2)
+    wire_s = wires(ranks, int(priced.stride[option]), question.cluster.tiers) @ priced.hops_s[option]
+    return np.asarray((host_s + wire_s) / 2)
+
+
+@lru_cache(maxsize=10_000)
+def wires(ranks: tuple[int, ...], stride: int, tiers: tuple[Tier, ...]) -> Floats:
+    """Of the boundaries of every stage that a message crosses, the share over each tier."""
+    at = np.array(ranks) * stride
+    shares = np.zeros((len(ranks), max(1, len(tiers))))
+    sides = np.zeros(len(ranks))
+    for boundary in range(len(ranks) - 1):
+        here, there = at[boundary], at[boundary + 1]
+        tier = next((n for n, tier in enumerate(tiers) if here // tier.size == there // tier.size), None)
+        if here != there and tier is not None:
+            shares[boundary : boundary + 2, tier] += 1
+            sides[boundary : boundary + 2] += 1
+    return shares / np.maximum(sides, 1)[:, None]
+
+
+def order_bound(order: Order, pp: int, microbatches: int, stages: Stages) -> float:
+    """Seconds that no run of an order is below, without the end of the step."""
+    some = known_microbatches(order, pp, microbatches)
+    found = warm_ups(order.name, pp, some, order.chunks, order.waves)
+    return min(_run_bound(order, warm, microbatches, some, stages) for warm in found) * BELOW
+
+
+def placed_bound(order: Order, pp: int, microbatches: int, stages: Stages) -> float:
+    """The same from where stages lie, without looking at the order."""
+    warm = _placed(order.name, pp, order.chunks, order.waves)
+    return _run_bound(order, warm, microbatches, microbatches, stages) * BELOW
+
+
+@lru_cache(maxsize=4096)
+def _placed(name: str, pp: int, chunks: int, waves: int) -> WarmUp:
+    placement = SCHEDULES[name].placement(Shape(pp, 1, chunks=chunks, waves=waves))
+    first, last = (np.array([pick(stages) for stages in placement.local]) for pick in (min, max))
+    anything = np.full((pp, placement.num_stages), ANY)
+    return WarmUp(placement.ranks, first, last, anything, np.zeros((0, 0)), np.zeros(0, dtype=np.intp))
+
+
+def known_microbatches(order: Order, pp: int, microbatches: int) -> int:
+    """Microbatches that show all that an order does before it repeats itself; orders that look at times may not."""
+    return microbatches if order.name in GREEDY else min(microbatches, 2 * pp)
+
+
+def _run_bound(order: Order, warm: WarmUp, microbatches: int, some: int, stages: Stages) -> float:
+    ranks, pp = np.array(warm.ranks), len(warm.first)
+    ahead = np.append(ranks[1:] != ranks[:-1], False) * stages.message_s  # its output goes to another rank
+    behind = np.concatenate([[False], ranks[1:] != ranks[:-1]]) * stages.message_s  # its input comes from one
+    f, i, w = stages.f + ahead, stages.i + behind, stages.w  # on the way of one microbatch: what it sends
+    busy_f, busy_i = f + behind, i + ahead
+    back, busy_back = (i, busy_i) if order.split else (i + w, busy_i + w)
+    own_f, own_b, own_w = (np.bincount(ranks, microbatches * part, pp) for part in (busy_f, busy_back, w))
+    ahead_f = np.concatenate([[0.0], np.cumsum(f)])
+    ahead_b = np.concatenate([[0.0], np.cumsum(back)])
+    first, last = warm.first, warm.last
+    drain = ahead_b[first] + (w[0] if order.split else 0.0)
+    turned = ahead_f[-1] + (ahead_b[-1] - ahead_b[last + 1]) - ahead[last]  # before the first backward of each rank
+    fill = ahead_f[first] - behind[first]  # a receive may be launched before there is anything to receive
+    forwards = np.where(warm.forwards == some, microbatches, warm.forwards)
+    begun = np.maximum(fill, turned - (forwards * busy_f).sum(axis=1))
+    needs = [
+        begun + own_f + own_b + drain,
+        fill + own_f + (ahead_f[-1] - ahead_f[last + 1]) + ahead_b[-1] + (w[0] if order.split else 0.0),
+        turned + own_b + drain,
+    ]
+    if order.split:  # weight gradients may come while others drain
+        needs.append(begun + own_f + own_b + own_w)
+    return float(max(need.max() for need in needs))
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Of an order: every rank's first and last stage, and what it has run before its first backward."""
+
+    ranks: tuple[int, ...]
+    first: Numbers
+    last: Numbers
+    forwards: Floats  # how often (ranks, stages)
+    alive: Floats  # microbatches that the stages of a rank hold at once, as many as they ever do (moments, stages)
+    owner: Numbers  # rank of every moment
+
+
+@lru_cache(maxsize=4096)
+def warm_ups(name: str, pp: int, microbatches: int, chunks: int, waves: int) -> tuple[WarmUp, ...]:
+    """What the orders of a schedule do and hold; with many microbatches the same as with some."""
+    shape = Shape(pp, microbatches, chunks=chunks, waves=waves)
+    return tuple(_warm_up(actions) for actions in drawn_up(name, shape))
+
+
+def _warm_up(order: Actions) -> WarmUp:
+    placement = order.placement
+    first, last = (np.array([pick(stages) for stages in placement.local]) for pick in (min, max))
+    forwards = np.zeros((order.num_ranks, placement.num_stages))
+    found: set[tuple[int, tuple[int, ...]]] = set()
+    for rank, actions in enumerate(order.ranks):
+        found |= {(rank, moment) for moment in _fullest(actions, placement.num_stages)}
+        for action in actions:
+            if action.kind in (Kind.B, Kind.I):
+                break
+            forwards[rank, action.stage] += action.kind is Kind.F
+    held = sorted(found)
+    alive, owner = np.array([moment for _, moment in held], dtype=np.float64), np.array([rank for rank, _ in held])
+    return WarmUp(placement.ranks, first, last, forwards, alive, owner)
+
+
+def _fullest(actions: Sequence[Action], num_stages: int) -> set[tuple[int, ...]]:
+    """What the stages of a rank hold whenever a forward is followed by something that frees."""
+    held, found, grew = [0] * num_stages, set[tuple[int, ...]](), False
+    ends = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
+    for stage, kind, _ in actions:
+        if kind is Kind.F:
+            held[stage] += 1
+            grew = True
+        elif kind is ends:
+            if grew:
+                found.add(tuple(held))
+            held[stage] -= 1
+            grew = False
+    return found
+
+
+def order_bytes(order: Order, pp: int, microbatches: int, cut: tuple[int, ...], priced: Priced, option: int) -> float:
+    """Bytes that the fullest rank of an order holds at least: states and activations, without what is in passing."""
+    some = known_microbatches(order, pp, microbatches)
+    found = warm_ups(order.name, pp, some, order.chunks, order.waves)
+    counts = np.array(cut, dtype=np.float64)
+    states, saved = counts * priced.state_bytes[option], counts * priced.saved_bytes[option]
+    for part, column in ((states, 0), (saved, 1)):
+        part[0] += priced.first_bytes[option, column]
+        part[-1] += priced.last_bytes[option, column]
+    least = float("inf")
+    for warm in found:
+        alive = np.where(warm.alive == some, microbatches, warm.alive)
+        held = np.bincount(np.array(warm.ranks), states, pp)[warm.owner] + alive @ saved
+        least = min(least, float(held.max()))
+    return (least + float(priced.other_bytes[option])) * BELOW
