@@ -100,8 +100,8 @@ def test_parts_of_the_peak_sum_to_it(plan):
     batch, found = gather([plan]), priced(plan)
     run = play(plan, batch, found, LAWS)
     rank, reserve = fullest_rank(run.static, run.result, LAWS)
-    parts = peak_parts(rank, run.static, run.result, run.actions, run.sizes)
+    parts = peak_parts(rank, run.static, run.result, run.program.actions, run.sizes)
     assert sum(parts.values()) == pytest.approx(run.result.peak_bytes[rank], rel=1e-12)
     assert all(value >= -1e-3 for value in parts.values())
     assert reserve >= LAWS.reserve_bytes
-    assert running_at(rank, run.result, run.actions) is not None
+    assert running_at(rank, run.result, run.program.actions) is not None

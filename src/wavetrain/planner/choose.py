@@ -1,0 +1,247 @@
+"""The exact choice for every operator: the least time that fits, with a proof that can be checked in integers.
+
+Prices first: columns are generated for the linear program of the whole problem until no choice of any unit is worth
+adding. Those prices bound the time of all selections, and strike out every choice that could not be part of a better
+one; the few that are left are split into cases until each is closed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from time import monotonic
+
+from wavetrain.planner.branch import Search, crowded, grow, polish, rounded, trimmed, worst_copy
+from wavetrain.planner.leaves import (
+    Case,
+    Certificate,
+    Choices,
+    Multipliers,
+    constant,
+    gap_of,
+    list_choices,
+    segments,
+    sift,
+    weigh,
+)
+from wavetrain.planner.master import Answer, Frame, solve
+from wavetrain.planner.price import Kind, Weights, cheapest, kinds_of, roughly_cheapest
+from wavetrain.planner.problem import (
+    MILLION,
+    Problem,
+    Run,
+    Selection,
+    bundle,
+    digest,
+    load_of,
+    loads_of,
+    peak,
+    time,
+)
+
+LEAN = Weights(held=1, saved=1, left=1, running=1)
+FEW = 60  # choices among which cases find a better selection as fast
+MOST_ROUNDS = 200  # of adding choices; each adds at least one, so that it is never reached in practice
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was found. Without a selection and without `lower` nothing fits; `tightest` tells by how much."""
+
+    selection: Selection | None
+    time: int | None  # picoseconds times a million
+    peak: int | None
+    lower: int | None  # no selection takes less
+    gap: Fraction | None  # of time and lower; 0 where the selection is the best there is
+    certificate: Certificate
+    tightest: Tightest | None = None  # where nothing fits
+
+
+@dataclass(frozen=True)
+class Tightest:
+    """The selection with the least peak, and a bound below which no selection gets."""
+
+    selection: Selection
+    peak: int
+    lower: int
+
+
+def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
+    """The selection of least time that fits, proven; what is left of the proof where the time is up."""
+    kinds = kinds_of(problem)
+    search = Search(problem, kinds, math.inf if time_limit_s is None else monotonic() + time_limit_s)
+    lean = _uniform(kinds, LEAN)
+    search.look_at([worst_copy(lean, list(loads_of(problem, lean)))[1]])
+    search.offer(lean)
+    fast = _uniform(kinds, Weights(time=1))
+    if search.best is None:
+        proof = _fit(search, _initial(problem, (lean, fast)))
+        if search.best is None:
+            return _infeasible(search, proof)
+    search.offer(fast)
+    assert search.best is not None
+    choices = _initial(problem, (search.best, lean, fast))
+    return _prove(search, _priced(search, choices, fit=False), choices)
+
+
+def least_peak(problem: Problem, *, deadline: float = math.inf) -> Tightest:
+    """The selection with the least peak; past the deadline (of the monotonic clock) only the least found."""
+    kinds = kinds_of(problem)
+    best = _uniform(kinds, LEAN)
+    while True:
+        most, copy = worst_copy(best, list(loads_of(problem, best)))
+        if most == 0:
+            return Tightest(best, 0, 0)
+        search = Search(replace(problem, limit=most - 1), kinds, deadline)
+        search.look_at([copy])
+        proof = _fit(search, _initial(search.problem, (best,)))
+        if search.best is None:
+            return Tightest(best, most, most if proof else 0)
+        best = search.best
+
+
+def _fit(search: Search, choices: Choices) -> tuple[Case, ...]:
+    """Find a selection that fits, or cases that prove that there is none; neither where it is late."""
+    fitted = _priced(search, choices, fit=True)
+    if fitted.bound > 0:
+        return (Case((fitted.prices,)),)
+    if search.best is None:
+        polish(search, choices)
+    listed = (
+        None
+        if search.best is not None or search.late
+        else list_choices(search.kinds, search.problem, fitted.prices, None)
+    )
+    if listed is None:
+        return ()
+    tree = grow(search, listed)
+    if tree.open_bounds or search.best is not None:
+        return ()
+    return (Case((fitted.prices, *tree.cases[0].sieves), tree.cases[0].split), *tree.cases[1:])
+
+
+def _uniform(kinds: list[Kind], weights: Weights) -> Selection:
+    return tuple((Run(kind.unit.count, cheapest(kind, weights)[1]),) for kind in kinds)
+
+
+def _initial(problem: Problem, selections: tuple[Selection, ...]) -> Choices:
+    choices: Choices = []
+    for index, unit in enumerate(problem.units):
+        picks = [run.picks for selection in selections for run in selection[index]]
+        picks += [bundle(each) for each in range(len(unit.bundles))]
+        choices.append({each: load_of(problem, unit, each) for each in picks})
+    return choices
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """The best prices of the whole problem and their bound: of time, or (to fit) of what is above the limit."""
+
+    prices: Multipliers
+    bound: int
+
+
+def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
+    """Add choices that pay at the prices of the program until none does, at first without a search for the best."""
+    best: _Priced | None = None
+    exact = False
+    for _ in range(MOST_ROUNDS):
+        answer = solve(Frame(search.problem, choices, (), tuple(search.memory), fit))
+        assert answer is not None, "the program holds a selection that fits"
+        least, added = _add_choices(search, choices, answer, exact=exact)
+        bound = -(-least // (answer.prices.time or 1))
+        if best is None or bound > best.bound:
+            best = _Priced(answer.prices, bound)
+        search.offer(rounded(search.problem, answer.columns, answer.amounts))
+        done = best.bound > 0 if fit else search.best_time is not None and best.bound >= search.best_time
+        if done or search.late or (fit and search.best is not None):
+            break
+        if not added and not search.look_at(crowded(search.problem, answer)):
+            if exact:
+                break
+            exact = True
+    assert best is not None
+    return best
+
+
+def _add_choices(search: Search, choices: Choices, answer: Answer, *, exact: bool) -> tuple[int, bool]:
+    """A bound of the inequality over all selections, and whether a choice was added that lowers it."""
+    problem, find = search.problem, cheapest if exact else roughly_cheapest
+    known: dict[tuple[int, Weights], int] = {}
+    added = False
+    total = constant(problem, answer.prices, ())
+    for part in segments(problem, answer.prices, ()):
+        key = part.unit, part.weights
+        if key not in known:
+            known[key], picks = find(search.kinds[part.unit], part.weights)
+            if picks not in choices[part.unit]:
+                choices[part.unit][picks] = load_of(problem, problem.units[part.unit], picks)
+                added = True
+        total += part.count * known[key]
+    return total, added
+
+
+def _prove(search: Search, priced: _Priced, columns: Choices) -> Chosen:
+    prices = priced.prices
+    assert search.best_time is not None
+    if _is_worthwhile(search, priced.bound) and not search.late:
+        polish(search, columns)
+    if priced.bound >= search.best_time:
+        return _chosen(search, (Case((prices,)),), search.best_time)
+    if search.late:
+        return _chosen(search, (Case((prices,)),), priced.bound)
+    return _prove_listed(search, prices)
+
+
+def _is_worthwhile(search: Search, bound: int) -> bool:
+    """Whether a better selection to begin with saves more than it costs to look for."""
+    few = not any(kind.operators for kind in search.kinds) and sum(len(kind.listed) for kind in search.kinds) <= FEW
+    return not few and search.best_time is not None and bound < search.best_time
+
+
+def _prove_listed(search: Search, prices: Multipliers) -> Chosen:
+    """Strike out what the prices exclude, look again for a better selection among the rest, and split it."""
+    problem = search.problem
+    choices = list_choices(search.kinds, problem, prices, search.best_time)
+    assert choices is not None
+    assert search.best is not None
+    before = search.best_time
+    if sum(map(len, choices)) > FEW:
+        polish(search, choices)
+    if search.best_time != before:
+        choices = sift(problem, choices, (), prices, search.best_time)
+        if choices is None:
+            return _chosen(search, (Case((prices,)),), time(problem, search.best))
+    return _prove_split(search, prices, choices)
+
+
+def _prove_split(search: Search, prices: Multipliers, choices: Choices) -> Chosen:
+    problem, before = search.problem, search.best_time
+    tree = grow(search, choices)
+    first = -(-weigh(problem, choices, (), prices).total // prices.time)
+    bounds = [first if bound is None else max(first, bound) for bound in tree.open_bounds]
+    assert search.best_time is not None
+    lower = min([search.best_time, *bounds])
+    cases = tuple(tree.cases)
+    if lower != before:
+        start = sift(problem, choices, (), prices, lower)
+        if start is None:
+            return _chosen(search, (Case((prices,)),), lower)
+        cases = trimmed(problem, cases, start, lower)
+    return _chosen(search, (Case((prices, *cases[0].sieves), cases[0].split), *cases[1:]), lower)
+
+
+def _chosen(search: Search, cases: tuple[Case, ...], lower: int) -> Chosen:
+    problem, selection = search.problem, search.best
+    assert selection is not None
+    taken, most = time(problem, selection), peak(problem, selection)
+    certificate = Certificate(digest(problem), selection, taken, most, lower, cases)
+    return Chosen(selection, taken, most, lower, gap_of(certificate), certificate)
+
+
+def _infeasible(search: Search, proof: tuple[Case, ...]) -> Chosen:
+    lower = None if proof else MILLION * search.problem.fixed
+    certificate = Certificate(digest(search.problem), None, None, None, lower, proof)
+    tightest = least_peak(search.problem, deadline=search.deadline)
+    return Chosen(None, None, None, lower, None, certificate, tightest)
