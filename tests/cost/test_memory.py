@@ -70,7 +70,7 @@ def test_a_block_at_work_by_hand():
     forward, backward = working_bytes(blocks, unit(100, once=False), nothing, nothing, passage())
     assert (forward, backward) == (600, 1000)
     forward, backward = working_bytes(blocks, unit(100, kept=100, once=False), nothing, nothing, passage())
-    assert (forward, backward) == (400, 450)  # after it: its reduction and what comes of it
+    assert (forward, backward) == (400, 600)  # its gradient, the reduction behind: 2 + 4
     _, backward = working_bytes(blocks, unit(0), nothing, nothing, passage(working=30, saved=7))
     assert backward == 30
     forward, backward = working_bytes(blocks, unit(0), nothing, nothing, passage(logits=50, working=30))
@@ -100,7 +100,7 @@ def test_a_vocabulary_may_be_the_largest_unit():
 )
 def test_a_walk_through_equal_blocks_is_the_closed_form(blocks, kept, has_first, has_last, sizes):
     block, saved = [float(size) for size in sizes[:4]], float(sizes[4])
-    unit = Unit(block[0], block[0] * kept, block[1], block[2], min(block[2], saved))
+    unit = Unit(block[0], block[0] * kept, block[1], block[2], min(block[2], saved), block[0] * kept)
     first, last = (
         Unit(*(float(size) * there for size in (sizes[at], 0, sizes[at] * 2, sizes[at] / 2, sizes[at] / 2)))
         for at, there in ((5, has_first), (6, has_last))

@@ -215,8 +215,12 @@ def test_never_below_with_a_vocabulary(case):
 @pytest.mark.parametrize("tokens", [FEW, MANY, MOST])
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_kept_blocks_behind_others_are_the_tracker_s(kept, tokens, half, microbatches):
-    """The order a planner chooses: blocks that are gathered again come first, those that are kept last."""
+    """The order a planner chooses: blocks that are gathered again come first, those that are kept last.
+
+    With several microbatches ours is more: a plan keeps what it keeps for all of them, FSDP2 by itself for each.
+    """
     blocks = tuple(Block(keep=i >= 4 - kept) for i in range(4))
     case = Stack(blocks, ranks=4, tokens=tokens, half=half, microbatches=microbatches)
     ours, torchs = simulate(plan_for(case), LAWS).peak_bytes, tracked(case)["Total"]
-    assert -0.02 <= ours / torchs - 1 <= 0.12
+    more = kept * BLOCK * (2 if half else 4) if microbatches > 1 else 0
+    assert -0.02 <= ours / torchs - 1 <= 0.12 + more / torchs

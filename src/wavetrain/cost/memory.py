@@ -58,6 +58,7 @@ class Unit:
     reduced: Floats  # its gradient in full, in the format it is reduced in
     scattered: Floats  # of that gradient, what one device receives
     shard: Floats  # the same where it stays until the step's end; 0 where it is added to what is always there
+    freed: Floats | float = 0.0  # of what is kept, what goes after its backward; nothing where more microbatches come
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def working_bytes(blocks: Floats, block: Unit, first: Unit, last: Unit, passage:
     """
     g = block.gathered
     k = np.where(block.kept >= g, g, 0.0)  # where only some is kept, the fullest moment is at a block that is not
+    freed = np.where(k > 0, block.freed, 0.0)
     free = g - k
     saved, output, working, logits = passage.saved, passage.output, passage.working, passage.logits
     behind = np.maximum(blocks - 1, 0.0)
@@ -89,16 +91,16 @@ def working_bytes(blocks: Floats, block: Unit, first: Unit, last: Unit, passage:
     moments = (
         2 * last.gathered + free + logits,
         2 * g - k + ahead + working + last.reduced + last.shard,
-        _if(blocks > 1, 2 * g - 2 * k + working + block.reduced + block.shard + last.shard - saved)
+        _if(blocks > 1, 2 * g - k - freed + working + block.reduced + block.shard + last.shard - saved)
         + np.where(blocks > 2, free, first.gathered),
-        _if(blocks > 2, 2 * g - behind * k + free + working + block.reduced + last.shard)
+        _if(blocks > 2, 2 * g - k - (behind - 1) * freed + free + working + block.reduced + last.shard)
         + np.maximum(blocks - 2, 0) * (block.shard - saved),
-        _if(blocks > 1, 2 * g - blocks * k + first.gathered + working + block.reduced + last.shard)
+        _if(blocks > 1, 2 * g - k - behind * freed + first.gathered + working + block.reduced + last.shard)
         + behind * (block.shard - saved),
-        2 * first.gathered - blocks * k + block.reduced + last.shard + blocks * (block.shard - saved),
+        2 * first.gathered - blocks * freed + block.reduced + last.shard + blocks * (block.shard - saved),
         g - k + ahead + block.reduced + block.scattered + output - saved,
         last.gathered + free + last.reduced + last.scattered + output,
-        first.gathered + first.reduced + first.scattered + last.shard + output + blocks * (block.shard - saved - k),
+        first.gathered + first.reduced + first.scattered + last.shard + output + blocks * (block.shard - saved - freed),
     )
     backward = reduce(np.maximum, moments)
     return np.maximum(forward, 0.0), np.maximum(backward, 0.0)
@@ -121,7 +123,7 @@ class Blocks:
     kept: Floats
     reduced: Floats
     scattered: Floats
-    stays: Floats  # of all that is kept
+    freed: Floats  # of all that is kept, what goes after its backward
     shard: Floats
     saved: Floats
     working: Floats
@@ -134,7 +136,8 @@ def walked_bytes(
     """The same as `working_bytes` for blocks that are run in different ways; `order` says how each is.
 
     The neighbours of a block count as if they were run like itself, so that blocks are judged one by one; where
-    operators travel by themselves, what is beside products counts in every moment.
+    operators travel by themselves, what is beside products and what the block saves counts in every moment, so that
+    operators are.
     """
     first, last = ends
     ending = 2 * last.gathered + passage.logits, last.gathered + last.reduced + last.scattered
@@ -144,13 +147,13 @@ def walked_bytes(
         return float(ending[0]), float(backward)
     g, k, reduced = ways.gathered[order], ways.kept[order], ways.reduced[order]
     saved, working = ways.saved[order], ways.working[order]
-    change = ways.shard[order] - saved - ways.stays[order]  # what a backward leaves less
+    change = ways.shard[order] - saved - ways.freed[order]  # what a backward leaves
     dropped = change[::-1].cumsum()[::-1]
     free = g - k
     ahead, behind = free.copy(), reduced.copy()
     ahead[0], behind[-1] = first.gathered, last.reduced
     moments = (dropped - change + working)[:, None] + free + g + ahead + behind + last.shard
-    apart = (ways.apart[order] * working)[:, None]
+    apart = (ways.apart[order] * (working + saved))[:, None]
     later = saved[::-1].cumsum()[::-1]
     forwards = 3 * g - k + passage.output - later[:, None] + apart
     scatter = free[-1] + ahead[-1] + reduced[-1] + ways.scattered[order[-1]] + passage.output - saved[-1] + apart[-1]

@@ -87,6 +87,7 @@ def passing_bytes(batch: Batch, place: Place, laws: Laws) -> tuple[Floats, Float
         reduced=some * fullest[1],
         scattered=some * fullest[2],
         shard=some * batch.mean(ways.shard),
+        freed=some * np.where(all_kept, batch.mean(ways.freed), 0.0),
     )
     working = some * batch.largest(ways.working)
     passage = Passage(
@@ -115,8 +116,8 @@ def block_ways(batch: Batch, laws: Laws) -> Blocks:
         gathered=compute * passing,
         kept=compute * _alive(np.where(keep, parameters / pieces, 0.0), named),
         reduced=reduced * passing,
-        scattered=shards[..., None] + 0.0 * passing,
-        stays=compute * np.where(keep, parameters, 0.0).sum(axis=-1),
+        scattered=reduced * _alive(parameters / pieces / group, named),
+        freed=_once(batch)[:, None] * compute * np.where(keep, parameters, 0.0).sum(axis=-1),
         shard=_once(batch)[:, None] * shards,
         saved=saved.block,
         working=saved.again + batch.facts.working_bytes[batch.blocks],
@@ -145,6 +146,7 @@ def _end_unit(batch: Batch, parameters: Floats) -> Unit:
         reduced=reduced,
         scattered=reduced / batch.end_group,
         shard=_once(batch) * reduced / batch.end_group,
+        freed=0.0 * whole,
     )
 
 
