@@ -44,6 +44,7 @@ class Batch:
     facts: LayerFacts
     embedding: Numbers  # case of the first layer
     blocks: Numbers  # cases of the variants of blocks
+    sliced: Numbers  # the same with operators in slices that are chosen by themselves
     block_counts: Floats
     head: Numbers
     tp: Floats

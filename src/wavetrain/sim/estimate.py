@@ -53,10 +53,12 @@ class BlockTimes:
     context_b_s: Floats
     shard_f_s: Floats  # visible gathering and scattering of sharded parameters
     shard_b_s: Floats
+    slice_f_s: Floats  # lost by products that are computed in slices
+    slice_b_s: Floats
 
     @property
     def f_s(self) -> Floats:
-        return self.forward_s + self.tensor_f_s + self.context_f_s + self.shard_f_s
+        return self.forward_s + self.slice_f_s + self.tensor_f_s + self.context_f_s + self.shard_f_s
 
     @property
     def b_s(self) -> Floats:
@@ -64,7 +66,12 @@ class BlockTimes:
 
     @property
     def i_s(self) -> Floats:
-        return self.input_s + self.recompute_s + self.tensor_b_s + self.context_b_s + self.shard_b_s
+        return self.hiding_s - self.weight_s + self.slice_b_s + self.shard_b_s
+
+    @property
+    def hiding_s(self) -> Floats:
+        """Of a backward, what communication hides behind."""
+        return self.input_s + self.weight_s + self.recompute_s + self.tensor_b_s + self.context_b_s
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,7 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
     tensor_s, tensor_b_s = tensor_seconds(batch, laws)
     context_f_s, context_b_s = context_seconds(batch, laws)
     compute_b_s = backward_s + recompute_s + tensor_b_s + context_b_s
+    lost_s = np.maximum(times.kernels_s[batch.sliced] - times.kernels_s[of], 0.0)
     shard_f_s, shard_b_s = shard_seconds(batch, forward_s + tensor_s + context_f_s, compute_b_s, laws)
     return BlockTimes(
         forward_s=forward_s,
@@ -171,6 +179,8 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
         context_b_s=context_b_s,
         shard_f_s=shard_f_s,
         shard_b_s=shard_b_s,
+        slice_f_s=lost_s[..., 0],
+        slice_b_s=lost_s[..., 1] + lost_s[..., 2],
     )
 
 
@@ -334,7 +344,7 @@ def _pipeline_terms(
     ends_s = slowest - blocks * block_s
     m = batch.microbatches
     per_block = {
-        "compute": block.forward_s + block.input_s + block.weight_s,
+        "compute": block.forward_s + block.input_s + block.weight_s + block.slice_f_s + block.slice_b_s,
         "recompute": block.recompute_s,
         "tensor": block.tensor_f_s + block.tensor_b_s,
         "context": block.context_f_s + block.context_b_s,
@@ -387,7 +397,7 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     reduce_s, gather_s = rank_reduction_seconds(batch, every)
     reduction_s, gather_s = share * reduce_s + replica_seconds(batch, every), share * gather_s
     if batch.stack.gradient_overlap:
-        reduction_s = exposed(reduction_s, blocks * (block.b_s - block.shard_b_s), laws.gradient_exposed)
+        reduction_s = exposed(reduction_s, blocks * block.hiding_s, laws.gradient_exposed)
         gather_s = gather_s * laws.gradient_exposed
     return {
         "reduction": reduction_s,

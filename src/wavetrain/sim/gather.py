@@ -64,17 +64,23 @@ class _Cases:
         self.numbers: dict[object, int] = {}
         self.items: list[Case] = []
 
-    def number(self, plan: Plan, variant: Variant) -> int:
+    def number(self, plan: Plan, variant: Variant, *, sliced: bool = False) -> int:
         layout, layer = plan.layout, layer_of(plan, variant)
         work = Work(plan.seq_len, layout.microbatch, plan.precision.compute)
         split = Split(layout.tp, layout.sequence_parallel, layout.cp, variant.choice.slices)
         again = recomputed(plan, variant)
-        slices = tuple((name, choice.slices) for name, choice in variant.named)
+        named = tuple((name, choice.slices) for name, choice in variant.named)
+        slices = named if sliced and any(count > 1 for _, count in named) else ()
         key = (id(plan.model), layer.name, work, split, again, slices)
         if key not in self.numbers:
             self.numbers[key] = len(self.items)
             self.items.append(Case(layer, work, split, plan.stack, plan.precision, again, slices))
         return self.numbers[key]
+
+    def entry(self, plan: Plan, variant: Variant, count: int) -> tuple[int, int, int, int]:
+        """A variant of blocks: its case, how often it occurs, what is computed again, its case with slices."""
+        plain, sliced = self.number(plan, variant), self.number(plan, variant, sliced=True)
+        return plain, count, recompute_kind(plan, variant), sliced
 
 
 def layer_of(plan: Plan, variant: Variant) -> Layer:
@@ -106,22 +112,19 @@ def variants(plan: Plan) -> dict[Variant, int]:
 def gather(plans: Sequence[Plan]) -> Batch:
     """The batch of plans that share node type, stack and precision."""
     cases, rows = _Cases(), []
-    blocks: list[list[tuple[int, int, int]]] = []
+    blocks: list[list[tuple[int, int, int, int]]] = []
     parts: list[list[list[_Part]]] = []
     for plan in plans:
         rows.append(_row(plan, cases))
         found = variants(plan)
-        kinds = [
-            (cases.number(plan, variant), count, recompute_kind(plan, variant)) for variant, count in found.items()
-        ]
-        blocks.append(kinds)
+        blocks.append([cases.entry(plan, variant, count) for variant, count in found.items()])
         parts.append([_parts(plan, variant) for variant in found])
     columns = {name: np.array(values) for name, values in zip(_Row._fields, zip(*rows, strict=True), strict=True)}
     flags = ("sequence_parallel", "folded", "shard_optimizer", "barrier")
     numbers = ("embedding", "head", "schedule")
     typed = {n: v.astype(bool if n in flags else np.intp if n in numbers else np.float64) for n, v in columns.items()}
     width = max(len(row) for row in blocks)
-    padded = np.array([row + [(row[0][0], 0, row[0][2])] * (width - len(row)) for row in blocks])
+    padded = np.array([row + [(row[0][0], 0, row[0][2], row[0][0])] * (width - len(row)) for row in blocks])
     first = max(plans, key=lambda plan: plan.cluster.num_devices)  # its outermost tier holds the groups of all
     return Batch(
         device=first.cluster.device,
@@ -131,6 +134,7 @@ def gather(plans: Sequence[Plan]) -> Batch:
         precision=first.precision,
         facts=layer_facts(cases.items),
         blocks=padded[:, :, 0].astype(np.intp),
+        sliced=padded[:, :, 3].astype(np.intp),
         block_counts=padded[:, :, 1].astype(np.float64),
         recompute=padded[:, :, 2].astype(np.intp),
         sharded=_sharded(parts, width),

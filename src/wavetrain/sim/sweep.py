@@ -80,6 +80,7 @@ def sweep(
         facts=facts,
         embedding=row * width,
         blocks=blocks,
+        sliced=blocks,
         block_counts=block_counts,
         head=row * width + width - 1,
         tp=layouts.tp.astype(np.float64),
