@@ -3,6 +3,7 @@
     import wavetrain as wt
     model = wt.load_model("llama2-7b", seq_len=4096)
     cluster = wt.load_cluster("dgx-h100:4")
+    plan = wt.search(model, cluster, global_batch=512).best
 
 Names are loaded when first used, so that importing the package costs nothing and never imports torch.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from wavetrain.model import Model, Work, load_model
     from wavetrain.model.traced import trace
     from wavetrain.plan import Plan
+    from wavetrain.planner.ask import search
     from wavetrain.sim.predict import simulate
     from wavetrain.trace import Timeline
 
@@ -34,6 +36,7 @@ _HOME = {
     "Work": "wavetrain.model",
     "load_cluster": "wavetrain.cluster",
     "load_model": "wavetrain.model",
+    "search": "wavetrain.planner.ask",
     "simulate": "wavetrain.sim.predict",
     "trace": "wavetrain.model.traced",
 }
@@ -50,6 +53,7 @@ __all__ = [
     "__version__",
     "load_cluster",
     "load_model",
+    "search",
     "simulate",
     "trace",
 ]

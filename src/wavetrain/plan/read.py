@@ -40,11 +40,17 @@ def read_plan(source: Node | Path | str) -> Plan:
     return plan
 
 
-def write_plan(plan: Plan) -> str:
-    """A plan as text, the same for equal plans: numbers that are whole are written whole, wherever they came from."""
+def write_plan(plan: Plan, **beside: Any) -> str:
+    """A plan as text, the same for equal plans: numbers that are whole are written whole, wherever they came from.
+
+    `beside` is what its planner says of it, under the names of BESIDE.
+    """
+    unknown = set(beside) - set(BESIDE)
+    if unknown:
+        raise ValueError(f"a plan file has no place for {', '.join(sorted(unknown))}")
     data = encode(plan, schema=SCHEMA)
-    data |= {key: data.pop(key) for key in LONG}
-    return dumps(_canonical(data))
+    long = {key: data.pop(key) for key in LONG}
+    return dumps(_canonical(data | {key: beside[key] for key in BESIDE if key in beside} | long))
 
 
 def locate(node: Node, key: str) -> Node:

@@ -8,7 +8,9 @@ Each is a sum of what some rank must do and must wait for, whatever the order of
 * its first backward waits until a microbatch has gone all the way to the end and back to it, and until then a rank does
   no more forwards than its order has before it.
 
-Messages count with their host time only. That a bound never exceeds the simulator is a property test.
+Where ranks do not wait for each other before the optimizer, a step is the longest span of a rank: what others do before
+its first action and after its last does not count. Messages count with their host time only. That a bound never exceeds
+the simulator is a property test.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wavetrain.cluster.cluster import Tier
+from wavetrain.model.model import Model
 from wavetrain.planner.question import Question
-from wavetrain.planner.space import Degrees, Options, Order, orders
+from wavetrain.planner.space import Degrees, Options, Order, orders, waves_only
 from wavetrain.schedule.action import Action, Actions, Kind
 from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.sim.batch import Batch
@@ -46,6 +49,7 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
+AT_ONCE = ("gpipe", "looped-bfs")  # orders that run all forwards of a stage before a backward
 ANY = 1e30  # forwards before a backward, of an order that is not looked at
 BELOW = 1 - 1e-9  # rounding of sums of floats
 
@@ -54,9 +58,9 @@ def degree_bounds(question: Question, found: Degrees) -> Floats:
     """Seconds that no step of some degrees is below: compute and tensor communication, blocks dealt out evenly."""
     if not len(found):
         return np.zeros(0)
-    unique, row = distinct(found.tp, found.cp, found.microbatch)
+    unique, row = distinct(found.tp, found.cp, np.where(found.cp > 1, found.pp, 1), found.microbatch)
     pieces = _pieces(question, unique)
-    busy = np.minimum(*(_pipeline_bounds(question, found, parts.take(row)) for parts in pieces))
+    busy = np.min([_pipeline_bounds(question, found, parts.take(row)) for parts in pieces], axis=0)
     nodes = np.ceil(found.tp * found.cp * found.dp / question.cluster.node.num_devices)
     slower = 1 + question.laws.doubling * np.log2(np.maximum(nodes, 1.0))
     return np.asarray((busy + question.laws.step_s) * slower * BELOW)
@@ -64,12 +68,11 @@ def degree_bounds(question: Question, found: Degrees) -> Floats:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Seconds of one microbatch: in a block forward, input and weight gradient; in embedding and head together."""
+    """Seconds of one microbatch: in a block forward, input and weight gradient (columns); in embedding and head."""
 
-    f_s: Floats
-    i_s: Floats
-    w_s: Floats
-    ends_s: Floats
+    block_s: Floats  # the average one
+    least_s: Floats  # of the kinds of blocks, the least of each column
+    ends_s: Floats  # together
 
     def take(self, rows: Numbers) -> Pieces:
         return Pieces(*(getattr(self, item.name)[rows] for item in fields(self)))
@@ -79,48 +82,72 @@ def _pipeline_bounds(question: Question, own: Degrees, parts: Pieces) -> Floats:
     """Seconds that no pipeline is below, whatever its schedule and cut.
 
     The fullest rank has at least the blocks that an even deal leaves it. It runs all microbatches through them; the
-    last of its forwards is followed by a whole backward, the first of its backwards by a whole forward before it.
+    last of its forwards is followed by a whole backward, the first of its backwards by a whole forward before it. An
+    average rank has its share of all messages; any rank has two each way of one boundary per microbatch.
     """
     m, blocks = own.microbatches, question.model.num_blocks
     most = np.ceil(blocks / own.pp)
-    block_s = parts.f_s + parts.i_s + parts.w_s
-    share = (blocks * block_s + parts.ends_s) / own.pp
-    busy = m * np.maximum(share, most * block_s) + _message_seconds(question, own)
-    there = m * most * parts.f_s + blocks * parts.i_s
-    back = blocks * parts.f_s + m * most * parts.i_s
+    share = (blocks * parts.block_s.sum(axis=1) + parts.ends_s) / own.pp
+    around = 0.0 if question.stack.barrier else 1.0  # the first receive and the last send are outside of a span
+    host_s = np.where(own.pp > 1, _host_seconds(question), 0.0)
+    average = np.maximum(2 * (own.pp - 1) / own.pp * m - around, 0.0) * host_s
+    busy = np.maximum(m * share + average, m * most * parts.least_s.sum(axis=1) + (m - around) * host_s)
+    if not question.stack.barrier:
+        return np.asarray(busy)
+    there = m * most * parts.least_s[:, 0] + blocks * parts.block_s[:, 1]
+    back = blocks * parts.block_s[:, 0] + m * most * parts.least_s[:, 1]
     return np.asarray(np.where(own.pp == 1, m * share, np.maximum(busy, np.maximum(there, back))))
 
 
-def _message_seconds(question: Question, found: Degrees) -> Floats:
-    """Host time of messages, on average per rank: two each way over every boundary, half of it at either end."""
-    host_s = question.laws.message_s if question.stack.message_s is None else question.stack.message_s
-    return np.asarray(found.microbatches * 2.0 * host_s * (found.pp - 1) / found.pp)
+def _host_seconds(question: Question) -> float:
+    """Host time of a message, half of it at either end."""
+    return question.laws.message_s if question.stack.message_s is None else question.stack.message_s
 
 
-def _pieces(question: Question, unique: Numbers) -> tuple[Pieces, Pieces]:
-    """Seconds of one microbatch for rows of (tp, cp, microbatch), without and with sequence parallelism.
+def _pieces(question: Question, unique: Numbers) -> list[Pieces]:
+    """Seconds of one microbatch for rows of (tp, cp, pp, microbatch): by sequence parallelism and whether pp is inside.
 
     What is not possible takes forever.
     """
-    tp, cp, microbatch = (np.tile(column, 2) for column in unique.T)
-    sequence = np.repeat([False, True], len(unique))
+    ways, number = 4, len(unique)
+    tp, cp, pp, microbatch = (np.tile(column, ways) for column in unique.T)
+    sequence, inside = (np.repeat(flags, number) for flags in ([False, True, False, True], [False, False, True, True]))
     possible = ~sequence | ((tp > 1) & (question.seq_len % (tp * cp) == 0))
+    possible &= ~inside | ((pp > 1) & (cp > 1))
     if question.pins.sequence_parallel is not None:
         possible &= (sequence == question.pins.sequence_parallel) | ~sequence
     one, no = np.ones(len(tp), dtype=np.intp), np.zeros(len(tp), dtype=bool)
     layouts = _layouts(
-        Degrees(tp, cp, one, one, microbatch, one),
+        Degrees(tp, cp, pp, one, microbatch, one),
         Options(
             row=np.arange(len(tp)),
             sequence_parallel=sequence & possible,
-            pp_inside=no,
+            pp_inside=inside & possible,
             recompute=0 * one,
             shard=one,
             keep=no,
             shard_optimizer=no,
         ),
     )
-    batch = sweep(
+    priced = estimate(_batch(question, layouts), question.laws)
+    ends_s = np.where(possible, priced.embedding.total_s + priced.head.total_s, np.inf)
+    kinds_s = np.where(possible[:, None, None], _kind_seconds(priced), np.inf)
+    every = Pieces(_block_seconds(priced), kinds_s.min(axis=1), ends_s)
+    return [every.take(np.arange(way * number, (way + 1) * number)) for way in range(ways)]
+
+
+def _block_seconds(priced: Estimate) -> Floats:
+    """Forward, input and weight gradient (columns) of the average block."""
+    return np.stack([priced.block.f_s, priced.block.i_s, priced.block.weight_s], axis=-1)
+
+
+def _kind_seconds(priced: Estimate) -> Floats:
+    """The same of every kind of block (second axis)."""
+    return np.stack([priced.variants.f_s, priced.variants.i_s, priced.variants.weight_s], axis=-1)
+
+
+def _batch(question: Question, layouts: Layouts) -> Batch:
+    return sweep(
         question.model,
         question.cluster,
         layouts,
@@ -128,11 +155,6 @@ def _pieces(question: Question, unique: Numbers) -> tuple[Pieces, Pieces]:
         stack=question.stack,
         precision=question.precision,
     )
-    priced = estimate(batch, question.laws)
-    ends_s = priced.embedding.total_s + priced.head.total_s
-    parts = (priced.block.f_s, priced.block.i_s, priced.block.weight_s, ends_s)
-    columns = [np.where(possible, part, np.inf).reshape(2, -1) for part in parts]
-    return Pieces(*(column[0] for column in columns)), Pieces(*(column[1] for column in columns))
 
 
 def _layouts(found: Degrees, options: Options) -> Layouts:
@@ -161,20 +183,25 @@ def _layouts(found: Degrees, options: Options) -> Layouts:
 class Priced:
     """What options cost, one entry each: parts of a microbatch, the end of a step, what is static on a rank."""
 
-    f_s: Floats  # of a block
+    f_s: Floats  # of the average block
     i_s: Floats
     w_s: Floats
+    kinds_s: Floats  # of every kind of block: forward, input gradient, weight gradient (columns)
     first_s: Floats  # embedding: forward, input gradient, weight gradient (columns)
     last_s: Floats
+    shown_s: Floats  # of i_s and f_s, what sharding shows: forward, backward (columns)
+    behind_s: Floats  # what it hides behind: forward, backward
     tail_s: Floats  # at least
+    linear_tail_s: Floats  # at least, in proportion to what lies where
     slower: Floats  # factor for slow nodes
     host_s: Floats
     hops_s: Floats  # a message over each tier (columns)
     stride: Numbers  # devices from one rank of a pipeline to the next
-    state_bytes: Floats  # per block
-    saved_bytes: Floats  # per block and microbatch
+    state_bytes: Floats  # per block, of the kind that has least
+    saved_bytes: Floats  # per block and microbatch, of the kind that has least
     first_bytes: Floats  # embedding: states, saved per microbatch (columns)
     last_bytes: Floats  # head
+    copy_bytes: Floats  # the part of a tied head's states that it shares with the embedding on the same rank
     other_bytes: Floats  # buffers, and what a device needs beside its tensors
 
     def take(self, rows: Numbers) -> Priced:
@@ -186,28 +213,26 @@ class Priced:
 
     @property
     def pieces(self) -> Pieces:
-        return Pieces(self.f_s, self.i_s, self.w_s, self.first_s.sum(axis=1) + self.last_s.sum(axis=1))
+        block_s = np.stack([self.f_s, self.i_s, self.w_s], axis=1)
+        return Pieces(block_s, self.kinds_s.min(axis=1), self.first_s.sum(axis=1) + self.last_s.sum(axis=1))
 
 
 def price(question: Question, found: Degrees, options: Options) -> Priced:
     """Price options without a schedule."""
-    layouts = _layouts(found, options)
-    batch = sweep(
-        question.model,
-        question.cluster,
-        layouts,
-        seq_len=question.seq_len,
-        stack=question.stack,
-        precision=question.precision,
-    )
+    batch = _batch(question, _layouts(found, options))
     priced = estimate(batch, question.laws)
+    least_s = _least_tail(question, batch)
     return Priced(
         f_s=priced.block.f_s,
         i_s=priced.block.i_s,
         w_s=priced.block.weight_s,
+        kinds_s=_kind_seconds(priced),
         first_s=np.stack([priced.embedding.f_s, priced.embedding.i_s, priced.embedding.w_s], axis=1),
         last_s=np.stack([priced.head.f_s, priced.head.i_s, priced.head.w_s], axis=1),
-        tail_s=_least_tail(question, batch, priced),
+        shown_s=np.stack([priced.block.shard_f_s, priced.block.shard_b_s], axis=1),
+        behind_s=np.stack([priced.block.f_s - priced.block.shard_f_s, priced.block.hiding_s], axis=1),
+        tail_s=np.where(batch.pp == 1, sum(priced.tail.values()), least_s),
+        linear_tail_s=least_s,
         slower=1 + straggling(batch, question.laws),
         host_s=priced.message.host_s,
         hops_s=hop_seconds(batch).T,
@@ -216,42 +241,41 @@ def price(question: Question, found: Degrees, options: Options) -> Priced:
     )
 
 
-def _least_tail(question: Question, batch: Batch, priced: Estimate) -> Floats:
+def _least_tail(question: Question, batch: Batch) -> Floats:
     """The end of a step on a rank with as few blocks as the fullest must have; of what overlaps, the share that shows.
 
-    The same laws as `estimate.tail_seconds`, without hiding behind the backward, which a longer one would do better.
+    The same laws as `estimate.tail_seconds`, without what is too long to hide behind the backward.
     """
     laws = question.laws
-    if question.model.num_blocks and np.all(batch.pp == 1):
-        return np.asarray(sum(priced.tail.values()))
     whole, every = replicated_parameters(batch), rank_parameters(batch)
     share = np.divide(whole, every, out=np.zeros_like(whole), where=every > 0)
     reduce_s, gather_s = rank_reduction_seconds(batch, every)
     shown = laws.gradient_exposed if batch.stack.gradient_overlap else 1.0
     least = shown * (share * (reduce_s + gather_s) + replica_seconds(batch, every))
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
-    least = least + optimizer_seconds(batch, whole, blocks, laws) + laws.step_s
-    return np.where(batch.pp == 1, sum(priced.tail.values()), least)
+    return np.asarray(least + optimizer_seconds(batch, whole, blocks, laws) + laws.step_s)
 
 
 def _bytes(question: Question, batch: Batch) -> dict[str, Floats]:
     """Bytes that blocks and ends hold, as `sim.memory` counts them."""
-    laws = question.laws
-    shares = (batch.block_counts / batch.num_blocks[:, None])[None]
-    yes, no = np.ones((1, len(batch.tp))), np.zeros((1, len(batch.tp)))
-    empty, one = (static_parts(batch, Place(shares * n, no, no), laws) for n in (0.0, 1.0))
-    buffers, block = (np.asarray(sum(part.values()))[0] for part in (empty, one))
-    first, last = (
-        np.asarray(sum(static_parts(batch, Place(shares * 0.0, *ends), laws).values()))[0] - buffers
-        for ends in ((yes, no), (no, yes))
-    )
+    laws, (rows, kinds) = question.laws, batch.block_counts.shape
+    yes, no, none = np.ones((1, rows)), np.zeros((1, rows)), np.zeros((1, rows, kinds))
+
+    def held(place: Place, where: Batch = batch) -> Floats:
+        return np.asarray(np.asarray(sum(static_parts(where, place, laws).values()))[0])
+
+    buffers = held(Place(none, no, no))
+    block = np.min([held(Place(none + np.eye(kinds)[kind], no, no)) for kind in range(kinds)], axis=0)
+    first, last = held(Place(none, yes, no)) - buffers, held(Place(none, no, yes)) - buffers
+    folded = held(Place(none, no, yes), replace(batch, folded=batch.pp > 1)) - buffers
     saved = saved_bytes(batch, laws)
     grown = 1 + laws.fragmentation
     return {
         "state_bytes": block - buffers,
-        "saved_bytes": grown * batch.mean(saved.block),
+        "saved_bytes": grown * saved.block.min(axis=1),
         "first_bytes": np.stack([first, grown * saved.embedding], axis=1),
         "last_bytes": np.stack([last, grown * saved.head], axis=1),
+        "copy_bytes": last - folded,
         "other_bytes": buffers + reserve_bytes(no[0], laws),
     }
 
@@ -270,6 +294,31 @@ def option_bounds(question: Question, found: Degrees, options: Options, priced: 
     return np.asarray((busy + priced.tail_s) * priced.slower * BELOW)
 
 
+PRICES = np.concatenate([[0.0], np.logspace(-14, -6, 161)])  # seconds per byte that are tried
+
+
+def mixture_bound(question: Question, microbatches: int, priced: Priced, options: Options) -> float:
+    """Seconds that no mixture of one layout's options is below: blocks and operators may each take another.
+
+    A Lagrangian bound (osdp-and-planners 5.2): every byte of memory has a price, so that each parameter and each
+    activation is best by itself; what communication shows is at least its share, wherever it is hidden.
+    """
+    laws, blocks, m = question.laws, question.model.num_blocks, microbatches
+    least, most = sorted((laws.link_exposed, laws.network_exposed))
+    travel = np.minimum(priced.shown_s / most, priced.shown_s + (1 - most) * priced.behind_s)
+    linear = m * blocks * least * travel.sum(axis=1) + priced.linear_tail_s - laws.step_s
+    plain = options.recompute == 0
+    compute = (priced.block_s - priced.shown_s.sum(axis=1))[plain].min()
+    again = m * blocks * np.maximum(priced.block_s - priced.shown_s.sum(axis=1) - compute, 0.0)
+    ends = (priced.first_s + priced.last_s).sum(axis=1).min()
+    states, saved = blocks * priced.state_bytes, blocks * priced.saved_bytes
+    held = (priced.first_bytes + priced.last_bytes).sum(axis=1).min() + priced.other_bytes.min()
+    price = PRICES[:, None]
+    total = (linear + price * states).min(axis=1) + (again + price * saved).min(axis=1)
+    dual = total + PRICES * (held - question.capacity_bytes)
+    return float((m * (blocks * compute + ends) + laws.step_s + dual.max()) * priced.slower.min() * BELOW)
+
+
 @dataclass(frozen=True)
 class Scheduled:
     """Options (by number) with schedules (by number), and what the closed form says of them."""
@@ -286,14 +335,12 @@ class Scheduled:
 
 def schedule(question: Question, found: Degrees, options: Options, priced: Priced) -> Scheduled:
     """Every schedule of some options, with a bound for any cut."""
-    own = found.take(options.row)
-    unique, row = distinct(own.pp, own.microbatches)
-    known = dict[Order, int]()
-    legal = [
-        np.array([known.setdefault(order, len(known)) for order in _orders(question, pp, m)], dtype=np.intp)
-        for pp, m in unique.tolist()
-    ]
-    counts = np.array([len(numbers) for numbers in legal])[row]
+    own, pins = found.take(options.row), question.pins
+    unique, row = distinct(own.pp, own.microbatches, waves_only(question, found, options))
+    known, blocks = dict[Order, int](), question.model.num_blocks
+    found_orders = (orders(pp, m, blocks, pins, waves=bool(waves)) for pp, m, waves in unique.tolist())
+    legal = [np.array([known.setdefault(order, len(known)) for order in some], dtype=np.intp) for some in found_orders]
+    counts = np.array([len(numbers) for numbers in legal], dtype=np.intp)[row]
     option = np.repeat(np.arange(len(options)), counts)
     order = np.concatenate([legal[r] for r in row]) if len(row) else np.zeros(0, dtype=np.intp)
     table = tuple(known)
@@ -312,41 +359,33 @@ def closed_form(
     question: Question, found: Degrees, options: Options, made: Scheduled, rows: Numbers
 ) -> tuple[Floats, Floats]:
     """What the closed form says of some schedules: seconds of a step, bytes needed; no bounds, but near."""
+    if not len(rows):
+        return np.zeros(0), np.zeros(0)
     chosen = options.take(made.option[rows])
     kind, per_rank = (
         np.array([getattr(order, name) for order in made.orders], dtype=np.intp)[made.order[rows]]
         for name in ("kind", "per_rank")
     )
-    layouts = replace(_layouts(found, chosen), schedule=kind, stages=per_rank)
-    batch = sweep(
-        question.model,
-        question.cluster,
-        layouts,
-        seq_len=question.seq_len,
-        stack=question.stack,
-        precision=question.precision,
-    )
+    batch = _batch(question, replace(_layouts(found, chosen), schedule=kind, stages=per_rank))
     held = memory(batch, question.laws)
     return estimate(batch, question.laws).step_s, held.peak_bytes + held.reserve_bytes
-
-
-def _orders(question: Question, pp: int, microbatches: int) -> tuple[Order, ...]:
-    return orders(pp, microbatches, question.model.num_blocks, question.pins, question.only)
 
 
 def _scheduled_bounds(
     question: Question, priced: Priced, own: Degrees, option: Numbers, per_rank: Numbers, split: Flags
 ) -> Floats:
     """The last rank to start: what it waits for at both ends, and at least its share of the work less a block."""
+    busy = _pipeline_bounds(question, own, priced.pieces)[option]
+    tail_s, slower = priced.tail_s[option], priced.slower[option]
+    if not question.stack.barrier:  # it ends as late as it starts
+        return np.asarray((busy + tail_s) * slower * BELOW)
     pp, m, blocks = own.pp[option], own.microbatches[option], question.model.num_blocks
-    parts = priced.pieces.take(option)
-    block_s = parts.f_s + parts.i_s + parts.w_s
+    f_s, i_s, w_s = priced.kinds_s.min(axis=1)[option].T
     fewest = np.maximum(blocks // pp // per_rank, 1) * np.maximum(pp - 2, 0)  # blocks ahead, whatever the cut
-    waits = fewest * (parts.f_s + np.where(split, 0.0, parts.i_s + parts.w_s))
-    least = (blocks * block_s + parts.ends_s) / pp - block_s - parts.ends_s / pp
-    late = np.where(pp > 1, waits + m * np.maximum(least, 0.0), 0.0)
-    busy = np.maximum(_pipeline_bounds(question, own, priced.pieces)[option], late)
-    return np.asarray((busy + priced.tail_s[option]) * priced.slower[option] * BELOW)
+    waits = fewest * (f_s + np.where(split, 0.0, i_s + w_s))
+    least = (blocks / pp - 1) * (f_s + i_s + w_s)
+    late = np.where(pp > 1, waits + m * least, 0.0)
+    return np.asarray((np.maximum(busy, late) + tail_s) * slower * BELOW)
 
 
 def _scheduled_bytes(
@@ -371,19 +410,30 @@ class Stages:
     i: Floats
     w: Floats
     message_s: Floats
+    barrier: bool  # all ranks wait for each other before the optimizer
 
 
 def stage_seconds(
     question: Question, priced: Priced, option: int, cut: tuple[int, ...], ranks: tuple[int, ...]
 ) -> Stages:
     """What the stages of a cut take with an option: the same as `sim.stages.stage_times`."""
-    counts = np.array(cut, dtype=np.float64)
-    parts = [counts * value[option] for value in (priced.f_s, priced.i_s, priced.w_s)]
+    parts = list((kind_counts(question.model, cut) @ priced.kinds_s[option]).T)
     for part, first, last in zip(parts, priced.first_s[option], priced.last_s[option], strict=True):
         part[0] += first
         part[-1] += last
     f, i, w = parts
-    return Stages(f, i, w, _message_ends(question, priced, option, ranks))
+    return Stages(f, i, w, _message_ends(question, priced, option, ranks), question.stack.barrier)
+
+
+def kind_counts(model: Model, cut: tuple[int, ...]) -> Floats:
+    """Blocks of each kind (columns) in every stage of a cut."""
+    kinds = list(model.block_counts)
+    if len(kinds) == 1:
+        return np.array(cut, dtype=np.float64)[:, None]
+    blocks = [kinds.index(run.layer) for run in model.blocks for _ in range(run.count)]
+    counts = np.zeros((len(cut), len(kinds)))
+    np.add.at(counts, (np.repeat(np.arange(len(cut)), cut), np.array(blocks)), 1.0)
+    return counts
 
 
 def _message_ends(question: Question, priced: Priced, option: int, ranks: tuple[int, ...]) -> Floats:
@@ -431,8 +481,15 @@ def _placed(name: str, pp: int, chunks: int, waves: int) -> WarmUp:
 
 
 def known_microbatches(order: Order, pp: int, microbatches: int) -> int:
-    """Microbatches that show all that an order does before it repeats itself; orders that look at times may not."""
-    return microbatches if order.name in GREEDY else min(microbatches, 2 * pp)
+    """Microbatches that show all that an order does before it repeats itself; orders that look at times may not.
+
+    Orders go by units of pp microbatches, or a little more where they do not come out even, the longer ones first.
+    """
+    units = microbatches // pp
+    if order.name in GREEDY or units <= 3:
+        return microbatches
+    size, longer = divmod(microbatches, units)
+    return 3 * size + min(3, longer)
 
 
 def _run_bound(order: Order, warm: WarmUp, microbatches: int, some: int, stages: Stages) -> float:
@@ -446,18 +503,21 @@ def _run_bound(order: Order, warm: WarmUp, microbatches: int, some: int, stages:
     ahead_f = np.concatenate([[0.0], np.cumsum(f)])
     ahead_b = np.concatenate([[0.0], np.cumsum(back)])
     first, last = warm.first, warm.last
-    drain = ahead_b[first] + (w[0] if order.split else 0.0)
+    forwards = np.where(warm.forwards == some, microbatches, warm.forwards) if order.name in AT_ONCE else warm.forwards
     turned = ahead_f[-1] + (ahead_b[-1] - ahead_b[last + 1]) - ahead[last]  # before the first backward of each rank
-    fill = ahead_f[first] - behind[first]  # a receive may be launched before there is anything to receive
-    forwards = np.where(warm.forwards == some, microbatches, warm.forwards)
+    left = (ahead_f[-1] - ahead_f[last + 1]) + ahead_b[-1]  # after the last forward
+    if stages.barrier:
+        fill = ahead_f[first] - behind[first]  # a receive may be launched before there is anything to receive
+        drain = ahead_b[first] + (w[0] if order.split else 0.0)
+        late = w[0] if order.split else 0.0
+    else:  # from its first action to its last, without the receive before and the send after
+        fill = -behind[first]
+        drain = late = w[first] if order.split else -behind[first]
+        turned, left = turned - ahead_f[first], left - ahead_b[first]
     begun = np.maximum(fill, turned - (forwards * busy_f).sum(axis=1))
-    needs = [
-        begun + own_f + own_b + drain,
-        fill + own_f + (ahead_f[-1] - ahead_f[last + 1]) + ahead_b[-1] + (w[0] if order.split else 0.0),
-        turned + own_b + drain,
-    ]
+    needs = [begun + own_f + own_b + drain, fill + own_f + left + late, turned + own_b + drain]
     if order.split:  # weight gradients may come while others drain
-        needs.append(begun + own_f + own_b + own_w)
+        needs += [begun + own_f + own_b + own_w, turned + own_b + own_w]
     return float(max(need.max() for need in needs))
 
 
@@ -516,14 +576,17 @@ def order_bytes(order: Order, pp: int, microbatches: int, cut: tuple[int, ...], 
     """Bytes that the fullest rank of an order holds at least: states and activations, without what is in passing."""
     some = known_microbatches(order, pp, microbatches)
     found = warm_ups(order.name, pp, some, order.chunks, order.waves)
-    counts = np.array(cut, dtype=np.float64)
+    counts, last = np.array(cut, dtype=np.float64), priced.last_bytes[option]
+    if found[0].ranks[0] == found[0].ranks[-1]:
+        last = last - [priced.copy_bytes[option], 0.0]
     states, saved = counts * priced.state_bytes[option], counts * priced.saved_bytes[option]
     for part, column in ((states, 0), (saved, 1)):
         part[0] += priced.first_bytes[option, column]
-        part[-1] += priced.last_bytes[option, column]
+        part[-1] += last[column]
     least = float("inf")
     for warm in found:
-        alive = np.where(warm.alive == some, microbatches, warm.alive)
+        every = order.name in AT_ONCE
+        alive = np.where(warm.alive == some, microbatches, warm.alive) if every else warm.alive
         held = np.bincount(np.array(warm.ranks), states, pp)[warm.owner] + alive @ saved
         least = min(least, float(held.max()))
     return (least + float(priced.other_bytes[option])) * BELOW

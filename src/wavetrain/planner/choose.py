@@ -8,16 +8,20 @@ one; the few that are left are split into cases until each is closed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from time import monotonic
 
 from wavetrain.planner.branch import Search, crowded, grow, polish, rounded, trimmed, worst_copy
+from wavetrain.planner.core import settle
 from wavetrain.planner.leaves import (
     Case,
     Certificate,
     Choices,
     Multipliers,
+    Segment,
     constant,
     gap_of,
     list_choices,
@@ -25,23 +29,26 @@ from wavetrain.planner.leaves import (
     sift,
     weigh,
 )
-from wavetrain.planner.master import Answer, Frame, solve
+from wavetrain.planner.master import Answer, Copy, Frame, solve
 from wavetrain.planner.price import Kind, Weights, cheapest, kinds_of, roughly_cheapest
 from wavetrain.planner.problem import (
     MILLION,
+    Picks,
     Problem,
     Run,
     Selection,
-    bundle,
     digest,
+    is_hidden,
     load_of,
     loads_of,
     peak,
     time,
+    time_of,
 )
 
 LEAN = Weights(held=1, saved=1, left=1, running=1)
 FEW = 60  # choices among which cases find a better selection as fast
+MOST_SEEDS = 20  # prices to begin with; a handful is usual
 MOST_ROUNDS = 200  # of adding choices; each adds at least one, so that it is never reached in practice
 
 
@@ -71,18 +78,94 @@ def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
     """The selection of least time that fits, proven; what is left of the proof where the time is up."""
     kinds = kinds_of(problem)
     search = Search(problem, kinds, math.inf if time_limit_s is None else monotonic() + time_limit_s)
+    frees = _frees(search)
+    if frees[-1].is_best:
+        return _chosen(search, (Case((frees[-1].prices,)),), frees[-1].bound)
     lean = _uniform(kinds, LEAN)
     search.look_at([worst_copy(lean, list(loads_of(problem, lean)))[1]])
     search.offer(lean)
-    fast = _uniform(kinds, Weights(time=1))
     if search.best is None:
-        proof = _fit(search, _initial(problem, (lean, fast)))
+        proof = _fit(search, _initial(search, (lean, frees[0].selection)))
         if search.best is None:
             return _infeasible(search, proof)
-    search.offer(fast)
     assert search.best is not None
-    choices = _initial(problem, (search.best, lean, fast))
+    choices = _initial(search, (search.best, lean, *(free.selection for free in frees)))
+    if any(kind.operators for kind in search.kinds):
+        for free, copy in product(frees, search.memory):
+            _seed(search, choices, copy, free, lean)
     return _prove(search, _priced(search, choices, fit=False), choices)
+
+
+@dataclass(frozen=True)
+class _Free:
+    """What every unit would choose by itself, and the bound that it gives."""
+
+    selection: Selection
+    prices: Multipliers
+    bound: int
+    is_best: bool  # it fits and takes no more than the bound
+
+
+def _frees(search: Search) -> list[_Free]:
+    """Every unit's own best, with the reduction taken as hidden, then as longer where it is; the last one may be the
+    best of all. Where they do not fit, only about the best.
+    """
+    frees: list[_Free] = []
+    for longer in (0, 1):
+        free = _freely(search, longer, roughly_cheapest)
+        if search.best is not None and search.best_time == time(search.problem, free.selection):
+            free = _freely(search, longer, cheapest)
+        frees.append(free)
+        if free.is_best or is_hidden(search.problem, free.selection) != bool(longer):
+            break
+    return frees
+
+
+def _freely(search: Search, longer: int, find: Callable[[Kind, Weights], tuple[int, Picks]]) -> _Free:
+    problem, by = search.problem, Multipliers(1, longer)
+    parts = segments(problem, by, ())
+    found = [find(search.kinds[part.unit], part.weights) for part in parts]
+    bound = constant(problem, by, ()) + sum(part.count * cost for part, (cost, _) in zip(parts, found, strict=True))
+    selection = tuple((Run(part.count, picks),) for part, (_, picks) in zip(parts, found, strict=True))
+    search.offer(selection)
+    return _Free(selection, by, bound, search.best_time == bound)
+
+
+def _seed(search: Search, choices: Choices, copy: Copy, free: _Free, lean: Selection) -> None:
+    """Add the choices that pay at ever better prices of the memory of one copy: where two selections cost the same,
+    look for a third one that costs less than both.
+    """
+    problem = search.problem
+    low, high = (_point(search, copy, each) for each in (free.selection, lean))
+    for _ in range(MOST_SEEDS):
+        if low[1] <= problem.limit or high[1] >= low[1] or high[0] <= low[0]:
+            return
+        by = Multipliers(low[1] - high[1], free.prices.longer * (low[1] - high[1]), ((*copy, high[0] - low[0]),))
+        longest: dict[int, Segment] = {}
+        for part in segments(problem, by, ()):
+            if part.unit not in longest or part.count > longest[part.unit].count:
+                longest[part.unit] = part
+        picks = [roughly_cheapest(search.kinds[unit], part.weights)[1] for unit, part in longest.items()]
+        for unit, (known, each) in enumerate(zip(choices, picks, strict=True)):
+            if each not in known:
+                known[each] = load_of(problem, problem.units[unit], each)
+        selection = tuple((Run(unit.count, each),) for unit, each in zip(problem.units, picks, strict=True))
+        found = _point(search, copy, selection)
+        if (found[0] - low[0]) * by.time + (found[1] - low[1]) * by.memory[0][2] >= 0:
+            return
+        low, high = (found, high) if found[1] > problem.limit else (low, found)
+
+
+def _point(search: Search, copy: Copy, selection: Selection) -> tuple[int, int]:
+    """Time of the selection, of one choice per unit, and its memory while the copy runs."""
+    loads = list(loads_of(search.problem, selection))
+    used = 0
+    for unit, (count, load) in enumerate(loads):
+        before = count if unit < copy[0] else copy[1] + 1 if unit == copy[0] else 0
+        used += count * load.held + before * load.saved + (count - before) * load.left
+        used += load.running if unit == copy[0] else 0
+    search.offer(selection)
+    return time_of(search.problem, loads), used
 
 
 def least_peak(problem: Problem, *, deadline: float = math.inf) -> Tightest:
@@ -95,7 +178,7 @@ def least_peak(problem: Problem, *, deadline: float = math.inf) -> Tightest:
             return Tightest(best, 0, 0)
         search = Search(replace(problem, limit=most - 1), kinds, deadline)
         search.look_at([copy])
-        proof = _fit(search, _initial(search.problem, (best,)))
+        proof = _fit(search, _initial(search, (best,)))
         if search.best is None:
             return Tightest(best, most, most if proof else 0)
         best = search.best
@@ -125,12 +208,13 @@ def _uniform(kinds: list[Kind], weights: Weights) -> Selection:
     return tuple((Run(kind.unit.count, cheapest(kind, weights)[1]),) for kind in kinds)
 
 
-def _initial(problem: Problem, selections: tuple[Selection, ...]) -> Choices:
+def _initial(search: Search, selections: tuple[Selection, ...]) -> Choices:
+    """The choices to begin with: of the selections, and all that are listed anyway."""
+    problem = search.problem
     choices: Choices = []
-    for index, unit in enumerate(problem.units):
+    for index, (unit, kind) in enumerate(zip(problem.units, search.kinds, strict=True)):
         picks = [run.picks for selection in selections for run in selection[index]]
-        picks += [bundle(each) for each in range(len(unit.bundles))]
-        choices.append({each: load_of(problem, unit, each) for each in picks})
+        choices.append({each: load_of(problem, unit, each) for each in picks} | kind.listed)
     return choices
 
 
@@ -145,11 +229,12 @@ class _Priced:
 def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
     """Add choices that pay at the prices of the program until none does, at first without a search for the best."""
     best: _Priced | None = None
-    exact = False
     for _ in range(MOST_ROUNDS):
         answer = solve(Frame(search.problem, choices, (), tuple(search.memory), fit))
         assert answer is not None, "the program holds a selection that fits"
-        least, added = _add_choices(search, choices, answer, exact=exact)
+        least, added = _add_choices(search, choices, answer, exact=False)
+        if not added:
+            least, added = _add_choices(search, choices, answer, exact=True)
         bound = -(-least // (answer.prices.time or 1))
         if best is None or bound > best.bound:
             best = _Priced(answer.prices, bound)
@@ -158,9 +243,7 @@ def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
         if done or search.late or (fit and search.best is not None):
             break
         if not added and not search.look_at(crowded(search.problem, answer)):
-            if exact:
-                break
-            exact = True
+            break
     assert best is not None
     return best
 
@@ -185,8 +268,10 @@ def _add_choices(search: Search, choices: Choices, answer: Answer, *, exact: boo
 def _prove(search: Search, priced: _Priced, columns: Choices) -> Chosen:
     prices = priced.prices
     assert search.best_time is not None
-    if _is_worthwhile(search, priced.bound) and not search.late:
-        polish(search, columns)
+    if priced.bound < search.best_time and not search.late and any(kind.operators for kind in search.kinds):
+        known = sift(search.problem, columns, (), prices, search.best_time)
+        if known is not None and settle(search, prices, known) is None and _is_worthwhile(search, priced.bound):
+            polish(search, columns)
     if priced.bound >= search.best_time:
         return _chosen(search, (Case((prices,)),), search.best_time)
     if search.late:
@@ -207,6 +292,11 @@ def _prove_listed(search: Search, prices: Multipliers) -> Chosen:
     assert choices is not None
     assert search.best is not None
     before = search.best_time
+    settled = settle(search, prices, choices)
+    if settled is not None:
+        closed = sift(problem, choices, (), prices, search.best_time) is None
+        case = Case((prices,)) if closed else Case(tuple(dict.fromkeys((prices, settled))), core=True)
+        return _chosen(search, (case,), time(problem, search.best))
     if sum(map(len, choices)) > FEW:
         polish(search, choices)
     if search.best_time != before:

@@ -12,17 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from operator import add, le
 from typing import Any
 
 from wavetrain.planner.price import Kind, Loads, Weights, cheapest, cost_of, kinds_of, undominated, within
 from wavetrain.planner.problem import (
     MILLION,
+    Load,
     Picks,
     Problem,
     Run,
     Selection,
     digest,
-    load_of,
     options_of,
     peak,
     rank_of,
@@ -59,6 +60,7 @@ class Case:
 
     sieves: tuple[Multipliers, ...]
     split: Row | None = None  # at most `bound` in the first part, more in the second
+    core: bool = False  # what is left is gone through in full, at the prices of the last multipliers
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,7 @@ def list_choices(kinds: list[Kind], problem: Problem, by: Multipliers, lower: in
         return None
     choices: Choices = [{} for _ in problem.units]
     for (index, weights), least in leasts.items():
-        loads, unit = choices[index], problem.units[index]
-        for _, picks in within(kinds[index], weights, least + slack):
-            if picks not in loads:
-                loads[picks] = load_of(problem, unit, picks)
+        choices[index] |= within(kinds[index], weights, least + slack)
     return [undominated(loads) for loads in choices]
 
 
@@ -218,6 +217,110 @@ def sift(
 ) -> Choices | None:
     """The choices not struck out by the multipliers; None where they close the case."""
     return struck(choices, weigh(problem, choices, rows, by), allowed(by, lower))
+
+
+def limits_of_core(problem: Problem, by: Multipliers, lower: int) -> list[int]:
+    """The most that each number of a core may be, in the order of `amounts_of_core`, without what no choice changes."""
+    compute = sum(unit.count * unit.backward for unit in problem.units)
+    most = lower - 1 - MILLION * problem.fixed
+    times = [most] * (by.longer < by.time) + [most + (MILLION - problem.reduction_share) * compute] * (by.longer > 0)
+    return times + [problem.limit for _ in by.memory]
+
+
+def amounts_of_core(problem: Problem, by: Multipliers, part: Segment, load: Load) -> tuple[int, ...]:
+    """What a copy of the segment adds to each number of a core: the times and the memories that the multipliers count.
+
+    The time is the larger of two sums, with the reduction as hidden and as longer; one that is not counted is left out.
+    """
+    share = problem.reduction_share
+    times = []
+    if by.longer < by.time:
+        times.append(load.time + share * load.reduction)
+    if by.longer > 0:
+        times.append(load.time + MILLION * load.reduction - (MILLION - share) * load.hides)
+    at, base = (part.unit, part.first), load.held
+    memory = (
+        base + (load.saved if at <= (unit, copy) else load.left) + (load.running if at == (unit, copy) else 0)
+        for unit, copy, _ in by.memory
+    )
+    return (*times, *memory)
+
+
+def holds_better(problem: Problem, choices: Choices, by: Multipliers, lower: int) -> bool:
+    """Whether the choices make a selection below `lower`, as far as the multipliers count time and memory.
+
+    Sums of one choice after another, in plain integers, dropped where their prices are more than can be allowed, where
+    even the least of all that is to come is too much, or where another sum is no more in anything.
+    """
+    weighed = weigh(problem, choices, (), by)
+    slack = allowed(by, lower) - weighed.total
+    limits = limits_of_core(problem, by, lower)
+    menus = [
+        sorted(
+            (price - least, amounts_of_core(problem, by, part, choices[part.unit][picks]))
+            for picks, price in prices.items()
+            if price - least <= slack
+        )
+        for part, prices, least in zip(weighed.parts, weighed.prices, weighed.leasts, strict=True)
+    ]
+    rest = list(limits)  # what the least of all other parts leaves
+    for part, menu in zip(weighed.parts, menus, strict=True):
+        rest = [most - part.count * least for most, least in zip(rest, _leasts(menu), strict=True)]
+    sums = {(0,) * len(limits): 0}  # with the price of each
+    # Many copies first, as they mostly add the same to several memories, then those with little to choose between.
+    for part, menu in sorted(zip(weighed.parts, menus, strict=True), key=lambda item: (-item[0].count, len(item[1]))):
+        rest = [most + part.count * least for most, least in zip(rest, _leasts(menu), strict=True)]
+        sums = _unbettered(_sums_with(sums, part.count, menu, rest, slack))
+    return bool(sums)
+
+
+Menu = list[tuple[int, tuple[int, ...]]]  # price above the least, and amounts, of every choice
+Sums = dict[tuple[int, ...], int]
+
+
+def _leasts(menu: Menu) -> list[int]:
+    return [min(column) for column in zip(*(amounts for _, amounts in menu), strict=True)]
+
+
+def _sums_with(sums: Sums, count: int, menu: Menu, most: list[int], slack: int) -> Sums:
+    """All sums with that many choices of the menu added, the same one more than once if need be."""
+    (_, first), *others = menu
+    waiting = {0: sums}  # by how many were added
+    for index, (excess, amounts) in reversed(list(enumerate(others))):
+        least = _leasts(menu[: index + 1])  # of the choices that are still to come
+        grown: dict[int, Sums] = {}
+        for added, known in waiting.items():
+            for more in range(count - added + 1 if excess * (count - added) <= slack else slack // excess + 1):
+                step = [more * amount for amount in amounts]
+                top = [most_ - (count - added - more) * each for most_, each in zip(most, least, strict=True)]
+                into = grown.setdefault(added + more, {})
+                for values, price in known.items():
+                    after = tuple(map(add, values, step))
+                    if price + more * excess <= slack and all(map(le, after, top)):
+                        into[after] = price + more * excess
+        waiting = {added: _unbettered(known) for added, known in grown.items()}
+    found: Sums = {}
+    for added, known in waiting.items():
+        step = [(count - added) * amount for amount in first]
+        found |= {tuple(map(add, values, step)): price for values, price in known.items()}
+    return {values: price for values, price in found.items() if all(map(le, values, most))}
+
+
+def _unbettered(sums: Sums) -> Sums:
+    """Without sums that another is no more than in anything, as far as only two numbers differ; else all are kept.
+
+    The price of a sum is made of its numbers: what is no more in them costs no more.
+    """
+    columns = list(zip(*sums, strict=True))
+    if len(columns) < 2 or any(column != columns[-1] for column in columns[1:]):
+        return sums
+    kept: Sums = {}
+    least = None
+    for values in sorted(sums):
+        if least is None or values[-1] < least:
+            least = values[-1]
+            kept[values] = sums[values]
+    return kept
 
 
 def verify(problem: Problem, certificate: Certificate) -> list[str]:
@@ -277,6 +380,10 @@ def _case_reasons(
     left = sifted(problem, case.sieves, choices, rows, lower)
     if left is None and case.split:
         return ["a closed case is split"], None
+    if left is not None and case.core:
+        assert lower is not None
+        better = holds_better(problem, left, case.sieves[-1], lower)
+        return ["a core holds a better selection"] if better else [], None
     if left is not None and case.split is None:
         return ["a case is neither closed nor split"], None
     return [], left
@@ -329,6 +436,8 @@ def _is_row(problem: Problem, row: Row) -> bool:
 def _shape_reasons(problem: Problem, case: Case, rows: tuple[Row, ...], lower: int | None) -> list[str]:
     if case.split and (case.split.at_least or not _is_row(problem, case.split)):
         return ["a case is split by no row of the problem"]
+    if case.core and (case.split or rows or lower is None or not case.sieves or not case.sieves[-1].time):
+        return ["a core has no parts, no rows, and multipliers of time"]
     for by in case.sieves:
         if len(by.rows) != len(rows):
             return ["multipliers are for other rows than those of the case"]
@@ -370,7 +479,7 @@ def _case_to_json(case: Case) -> Json:
     ]
     split = case.split
     if split is None:
-        return {"sieves": sieves}
+        return {"sieves": sieves, "core": True} if case.core else {"sieves": sieves}
     copies = [split.unit, split.first, split.last]
     return {
         "sieves": sieves,
@@ -397,7 +506,7 @@ def _case_from_json(data: Json) -> Case:
         for by in data["sieves"]
     )
     if "split" not in data:
-        return Case(sieves)
+        return Case(sieves, core=bool(data.get("core", False)))
     unit, first, last = data["split"]["copies"]
     choices = tuple(tuple(picks) for picks in data["split"]["choices"])
     return Case(sieves, Row(unit, first, last, choices, data["split"]["at_most"]))

@@ -262,7 +262,7 @@ def _prices(frame: Frame, matrix: _Matrix, duals: Floats) -> Multipliers:
     """Duals as integers over a common denominator, which is the multiplier of time."""
     start = 2 if matrix.with_reduction else 0
     per_byte = 1.0 if frame.fit else matrix.time_scale / matrix.memory_scale
-    shift = max(0, BITS - math.floor(math.log2(per_byte)))
+    shift = max(BITS, BITS - math.floor(math.log2(per_byte)))
     unit = Fraction(2**shift)
     byte_price = unit * Fraction(per_byte)
     count_price = byte_price * Fraction(matrix.memory_scale)

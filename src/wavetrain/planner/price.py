@@ -8,12 +8,28 @@ third is never less than what has been chosen so far; a depth-first search prune
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
+from operator import le
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from wavetrain.planner.combine import (
+    Board,
+    Grid,
+    best_shares,
+    board_of,
+    bound_of,
+    combinations,
+    grid_of,
+    improved,
+    loads_at,
+)
 from wavetrain.planner.problem import (
     MILLION,
     Load,
@@ -28,6 +44,7 @@ from wavetrain.planner.problem import (
 )
 
 GRID = 256  # shares of the bound are multiples of 1 / GRID: any are valid, finer ones prune little more
+HANDFUL = 12  # points that are compared faster one by one
 FEW = 200  # combinations that are listed at once rather than searched
 
 Loads = dict[Picks, Load]
@@ -65,6 +82,20 @@ class Kind:
     operators: tuple[tuple[tuple[int, Option], ...], ...]  # with their index; empty where all is listed
     twins: tuple[int, ...]  # for each operator the first one with the same options
     own: int  # the least that the largest operator's own can be
+    grid: Grid | None  # the same operators as numbers
+    views: dict[Weights, View] = field(default_factory=dict, compare=False)  # what was worked out at some prices
+    leasts: dict[Weights, tuple[int, Picks]] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class View:
+    """The options of a kind at some prices: the shares of a good bound, the bound, and the options it is made of."""
+
+    grid: Grid
+    board: Board
+    shares: tuple[float, float]
+    bound: float
+    places: npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -94,7 +125,7 @@ def _kind(problem: Problem, unit: Unit) -> Kind:
     own = max((min(option.own for _, option in options) for options in operators), default=0)
     firsts: dict[tuple[Option, ...], int] = {}
     twins = tuple(firsts.setdefault(options, index) for index, options in enumerate(unit.operators))
-    return Kind(problem, unit, undominated(loads), operators, twins, own)
+    return Kind(problem, unit, undominated(loads), operators, twins, own, grid_of(operators, twins))
 
 
 def _worthwhile(options: tuple[Option, ...]) -> tuple[tuple[int, Option], ...]:
@@ -114,13 +145,20 @@ def undominated(loads: Loads) -> Loads:
 
 
 def _first(points: Mapping[Picks, tuple[int, ...]]) -> list[Picks]:
-    kept: list[Picks] = []
-    better: list[tuple[int, ...]] = []
-    for picks, point in sorted(points.items(), key=lambda item: (item[1], item[0])):
-        if not any(all(map(int.__le__, other, point)) for other in better):
-            better.append(point)
-            kept.append(picks)
-    return kept
+    ordered = sorted(points.items(), key=lambda item: (item[1], item[0]))
+    if len(ordered) <= HANDFUL:
+        kept: list[tuple[Picks, tuple[int, ...]]] = []
+        for picks, point in ordered:
+            if not any(all(map(le, other, point)) for _, other in kept):
+                kept.append((picks, point))
+        return [picks for picks, _ in kept]
+    small = max(max(map(abs, point)) for _, point in ordered) < 2**63
+    table = np.array([point for _, point in ordered], dtype=np.int64 if small else object)
+    left = np.ones(len(ordered), dtype=np.bool_)
+    for index in range(len(ordered) - 1):  # in this order none is bettered by a later one
+        if left[index]:
+            left[index + 1 :] &= ~(table[index] <= table[index + 1 :]).all(axis=1)
+    return [picks for (picks, _), keep in zip(ordered, left.tolist(), strict=True) if keep]
 
 
 def cost_of(load: Load, weights: Weights) -> int:
@@ -132,38 +170,86 @@ def cost_of(load: Load, weights: Weights) -> int:
 
 def cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
     """The least cost of the unit's choices, and the first choice found that has it."""
-    best = min(((cost_of(load, weights), picks) for picks, load in kind.listed.items()), default=None)
-    if not kind.operators:
-        assert best is not None
+    if weights not in kind.leasts:
+        kind.leasts[weights] = _cheapest(kind, weights)
+    return kind.leasts[weights]
+
+
+def _cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
+    view = _view(kind, weights)
+    if view is None:
+        best = _cheapest_listed(kind, weights)
+        found = _search_all(kind, weights, best[0] - 1 if best else None) if kind.operators else []
+        return min([*found, best] if best else found)
+    best, margin = _likely_cheapest(kind, view, weights), view.board.margin
+    if view.bound - margin > best[0] - 1:
         return best
+    listed = combinations(view.grid, view.board, view.shares, best[0] - 1)
+    if listed is None:
+        return min([best, *_search_all(kind, weights, best[0] - 1)])
+    costs, places = listed
+    near = places[costs <= costs.min(initial=np.inf) + 2 * margin]
+    return min([best, *_priced_at(kind, view.grid, weights, near)])
+
+
+def _view(kind: Kind, weights: Weights) -> View | None:
+    """The unit at these prices; None where its combinations are not looked at as numbers."""
+    if kind.grid is None:
+        return None
+    if weights not in kind.views:
+        board = board_of(kind.problem, kind.unit, kind.grid, weights)
+        shares = best_shares(board)
+        kind.views[weights] = View(kind.grid, board, shares, *bound_of(board, shares))
+    return kind.views[weights]
+
+
+def _cheapest_listed(kind: Kind, weights: Weights) -> tuple[int, Picks] | None:
+    return min(((cost_of(load, weights), picks) for picks, load in kind.listed.items()), default=None)
+
+
+def _likely_cheapest(kind: Kind, view: View, weights: Weights) -> tuple[int, Picks]:
+    best = _cheapest_listed(kind, weights)
+    if best is not None and best[0] < view.bound - view.board.margin:
+        return best
+    found = _priced_at(kind, view.grid, weights, improved(view.board, view.places)[None])
+    return min([*found, best] if best else found)
+
+
+def _priced_at(kind: Kind, grid: Grid, weights: Weights, places: npt.NDArray[np.intp]) -> list[tuple[int, Picks]]:
+    return [(cost_of(load, weights), picks) for picks, load in loads_at(kind.problem, kind.unit, grid, places)]
+
+
+def _search_all(kind: Kind, weights: Weights, budget: int | None) -> list[tuple[int, Picks]]:
+    """Ever better combinations, the last one the best, if any is within the budget."""
     table = _table(kind, weights)
-    shares, bound, picks = _best_shares(table)
-    found = cost_of(load_of(kind.problem, kind.unit, picks), weights), picks
-    best = min(found, best) if best else found
-    if bound < GRID * best[0]:
-        best = min([best, *_search(table, shares, best[0] - 1, narrowing=True)])
-    return best
+    shares, _, picks = _best_shares(table)
+    found = [(cost_of(load_of(kind.problem, kind.unit, picks), weights), picks)]
+    budget = found[0][0] if budget is None else min(budget, found[0][0])
+    return found + _search(table, shares, budget, narrowing=True)
 
 
 def roughly_cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
     """A choice that is likely cheap, without a search, and a cost that no choice is below."""
-    best = min(((cost_of(load, weights), picks) for picks, load in kind.listed.items()), default=None)
+    view = _view(kind, weights)
+    if view is None:
+        return cheapest(kind, weights)
+    cost, picks = _likely_cheapest(kind, view, weights)
+    return min(cost, math.floor(view.bound - view.board.margin)), picks
+
+
+def within(kind: Kind, weights: Weights, budget: int) -> Loads:
+    """Every choice of the unit that costs no more than the budget, of those that are worth it."""
+    found = {picks: load for picks, load in kind.listed.items() if cost_of(load, weights) <= budget}
     if not kind.operators:
-        assert best is not None
-        return best
-    _, bound, picks = _best_shares(_table(kind, weights))
-    found = cost_of(load_of(kind.problem, kind.unit, picks), weights), picks
-    return min(bound // GRID, best[0] if best else bound), min(found, best)[1] if best else picks
-
-
-def within(kind: Kind, weights: Weights, budget: int) -> list[tuple[int, Picks]]:
-    """Every choice of the unit that costs no more than the budget, and its cost."""
-    priced = [(cost_of(load, weights), picks) for picks, load in kind.listed.items()]
-    found = [item for item in priced if item[0] <= budget]
-    if kind.operators:
+        return found
+    view = _view(kind, weights)
+    listed = view and combinations(view.grid, view.board, view.shares, budget)
+    if view is None or listed is None:
         table = _table(kind, weights)
-        found += _search(table, _best_shares(table)[0], budget, narrowing=False)
-    return sorted(found)
+        every = [picks for _, picks in _search(table, _best_shares(table)[0], budget, narrowing=False)]
+        return found | {picks: load_of(kind.problem, kind.unit, picks) for picks in every}
+    loads = loads_at(kind.problem, kind.unit, view.grid, listed[1])
+    return found | {picks: load for picks, load in loads if cost_of(load, weights) <= budget}
 
 
 def _table(kind: Kind, weights: Weights) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -128,17 +128,28 @@ def options_of(unit: Unit, picks: Picks) -> tuple[Option, ...]:
 
 def exposed(communication: int, compute: int, share: int) -> int:
     """Of communication beside compute, what shows: what is longer in full, of the shorter a share; times a million."""
-    return max(share * communication, MILLION * communication - (MILLION - share) * compute)
+    return max(exposures(communication, compute, share))
+
+
+def exposures(communication: int, compute: int, share: int) -> tuple[int, int]:
+    """What shows of communication that is shorter than the compute beside it, and of longer one."""
+    return share * communication, MILLION * communication - (MILLION - share) * compute
 
 
 def load_of(problem: Problem, unit: Unit, picks: Picks) -> Load:
     """What one copy of the unit adds under these picks."""
-    chosen = options_of(unit, picks)
-    sums = [sum(column) for column in zip(*map(amounts_of, chosen), strict=True)] or [0] * len(AMOUNTS)
-    fixed, forward, backward, hides, reduction, held, saved, left, beside, _ = sums
+    chosen = list(map(amounts_of, options_of(unit, picks)))
+    if len(chosen) == 1:
+        return load_from(problem, unit, chosen[0])
+    columns = list(zip(*chosen, strict=True)) or [()] * len(AMOUNTS)
+    return load_from(problem, unit, (*map(sum, columns[:-1]), max(columns[-1], default=0)))
+
+
+def load_from(problem: Problem, unit: Unit, sums: Sequence[int]) -> Load:
+    """The load of options with these amounts together: of all a sum, but the largest of their own bytes."""
+    fixed, forward, backward, hides, reduction, held, saved, left, beside, own = sums
     shown = exposed(forward, unit.forward, problem.forward_share)
     shown += exposed(backward, unit.backward + hides, problem.backward_share)
-    own = max((option.own for option in chosen), default=0)
     return Load(MILLION * fixed + problem.microbatches * shown, reduction, hides, held, saved, left, beside + own)
 
 
@@ -160,11 +171,23 @@ def time(problem: Problem, selection: Selection) -> int:
 
 def time_of(problem: Problem, loads: list[tuple[int, Load]]) -> int:
     """The time of runs with these loads."""
+    return max(both_times(problem, loads))
+
+
+def both_times(problem: Problem, loads: list[tuple[int, Load]]) -> tuple[int, int]:
+    """The time with the reduction hidden behind the backward, and with the one that is longer; the larger is true."""
     reduction = sum(count * load.reduction for count, load in loads)
     compute = sum(unit.count * unit.backward for unit in problem.units)
     compute += sum(count * load.hides for count, load in loads)
-    shown = exposed(reduction, compute, problem.reduction_share)
-    return MILLION * problem.fixed + sum(count * load.time for count, load in loads) + shown
+    rest = MILLION * problem.fixed + sum(count * load.time for count, load in loads)
+    hidden, longer = exposures(reduction, compute, problem.reduction_share)
+    return rest + hidden, rest + longer
+
+
+def is_hidden(problem: Problem, selection: Selection) -> bool:
+    """Whether the reduction takes no longer than the backward that it is beside."""
+    hidden, longer = both_times(problem, list(loads_of(problem, selection)))
+    return hidden >= longer
 
 
 def peak(problem: Problem, selection: Selection) -> int:

@@ -6,15 +6,26 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wavetrain.cluster.cluster import Cluster
+import numpy as np
+
+from wavetrain.base.units import DType
+from wavetrain.cluster.cluster import Cluster, Device
 from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.model.model import Model
 from wavetrain.plan.layout import Recompute
+from wavetrain.plan.plan import Plan
 from wavetrain.plan.stack import Precision, Stack
 from wavetrain.schedule.schedules import SCHEDULES
-
+from wavetrain.sim.predict import simulate
 
 Array = Any  # a number, or an array of them
+
+
+def precision_for(device: Device) -> Precision:
+    """Mixed precision in the format that a device has units for."""
+    known = [dtype for dtype in (DType.BF16, DType.FP16, DType.FP32) if device.peak.of(dtype) is not None]
+    best = known[0] if known else DType.FP32
+    return Precision(compute=best, products=best)
 
 
 class Objective(StrEnum):
@@ -76,7 +87,7 @@ class Question:
     power_w: float | None = None  # most that all devices together may draw
     deadline_s: float | None = None  # for `tokens`
     tokens: float | None = None
-    mixed: bool = True  # operators and blocks may be chosen one by one
+    mixed: bool = True  # blocks and operators may be chosen one by one
     stack: Stack = field(default_factory=Stack)
     precision: Precision = field(default_factory=Precision)
     laws: Laws = field(default_factory=load_laws)
@@ -86,19 +97,49 @@ class Question:
         return self.cluster.device.memory_bytes * (1 - self.headroom)
 
     @property
+    def is_free(self) -> bool:
+        """Whether blocks and operators may be chosen one by one: nothing is said that holds for all of them."""
+        pins = self.pins
+        stated = (pins.shard, pins.keep, pins.recompute, pins.shard_optimizer)
+        return self.mixed and not self.only and all(value is None for value in stated)
+
+    @property
     def step_tokens(self) -> int:
         return self.global_batch * self.seq_len
 
     def cost(self, step_s: Array, devices: Array) -> Array:
-        """What the objective makes least; of energy, at least that."""
+        """What the objective makes least, from a step; of energy what it is at least; infinite beyond a limit."""
         device = self.cluster.device
         if self.objective is Objective.COST:
-            return step_s * devices * device.usd_per_hour / self.step_tokens
-        if self.objective is Objective.ENERGY:
-            return step_s * devices * device.idle_w / self.step_tokens
-        if self.objective is Objective.DEVICES:
-            return devices + 0.0 * step_s
-        return step_s / self.step_tokens
+            cost = step_s * devices * device.usd_per_hour / 3600 / self.step_tokens
+        elif self.objective is Objective.ENERGY:
+            cost = step_s * devices * self.least_w / self.step_tokens
+        elif self.objective is Objective.DEVICES:
+            cost = devices + step_s / (1 + step_s)  # the faster of as many
+        else:
+            cost = step_s / self.step_tokens
+        broken = step_s > self.longest_step_s
+        if self.power_w is not None:
+            broken = broken | (devices * self.least_w > self.power_w)
+        return np.where(broken, np.inf, cost)
+
+    @property
+    def least_w(self) -> float:
+        """What a device draws at least while a step runs."""
+        device, laws = self.cluster.device, self.laws
+        share = min(1.0, laws.communication_power, laws.waiting_power)
+        return device.idle_w + (device.busy_w - device.idle_w) * share
+
+    def true_cost(self, plan: Plan, step_s: float) -> float:
+        """What the objective makes least, for a plan that was simulated."""
+        cost = float(self.cost(step_s, plan.layout.num_devices))
+        if self.objective is not Objective.ENERGY and self.power_w is None:
+            return cost
+        found = simulate(plan, self.laws)
+        devices = plan.layout.num_devices
+        if self.power_w is not None and found.power_w_per_device * devices > self.power_w:
+            return float("inf")
+        return 1 / (found.tokens_per_joule) if self.objective is Objective.ENERGY else cost
 
     @property
     def longest_step_s(self) -> float:

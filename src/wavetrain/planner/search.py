@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from wavetrain.planner.bounds import (
     closed_form,
     degree_bounds,
     least_bytes,
+    mixture_bound,
     option_bounds,
     order_bound,
     order_bytes,
@@ -34,8 +36,21 @@ from wavetrain.planner.bounds import (
     schedule,
     stage_seconds,
 )
+from wavetrain.planner.choose import choose
+from wavetrain.planner.leaves import Certificate
+from wavetrain.planner.mixed import instance, plan_of
 from wavetrain.planner.question import Question
-from wavetrain.planner.space import RECOMPUTES, Degrees, Options, Order, degrees, options
+from wavetrain.planner.space import (
+    RECOMPUTES,
+    Degrees,
+    Options,
+    Order,
+    degrees,
+    node_group,
+    num_options,
+    options,
+    orders,
+)
 from wavetrain.schedule.placement import Placement
 from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.sim.predict import Outline, outline
@@ -45,6 +60,9 @@ Numbers = NDArray[np.intp]
 
 CHUNK = 128  # degrees that are expanded together
 LOOKED_AT = 4096  # schedules of each that the closed form looks at
+MOST_SOLVE_S = 10.0  # of one inner problem
+MIXTURES = 6  # inner problems of a layout: optimizer states cut or not, three ways to cut the ends
+TIE = 1 - 1e-8  # plans that are nearer to each other are equally good
 TRIED = 4  # candidates of each that are simulated at once, for a good plan to compare with
 
 
@@ -97,22 +115,22 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Inner:
+    """The inner problem that a plan solves, and the proof that it does."""
+
+    layout: Layout
+    end_shard: int
+    certificate: Certificate
+
+
+@dataclass(frozen=True)
 class Found:
     """A plan with what the simulator says of it; `cost` is what the objective makes of that."""
 
-    cost: float
+    cost: float  # infinite where a limit is broken
     plan: Plan
     outline: Outline
-    fits: bool
-
-
-@dataclass
-class Count:
-    """How the space was dealt with; degrees and options that were left out count all the plans they stand for."""
-
-    evaluated: int = 0
-    bounded: int = 0  # a bound says they are no better
-    too_large: int = 0  # their states, or what the closed form says they hold, do not fit
+    inner: Inner | None = None  # where its blocks and operators were chosen one by one
 
 
 @dataclass(frozen=True)
@@ -122,7 +140,8 @@ class Answer:
     question: Question
     found: tuple[Found, ...]  # evaluated and fitting, best first
     least_bad: Found | None  # the plan that comes nearest to fitting
-    count: Count
+    space: int  # layouts that there are
+    evaluated: int  # of them, simulated
     lower: float  # cost that no plan of the space is below
     search_s: float = field(compare=False)
 
@@ -131,9 +150,29 @@ class Answer:
         return self.found[0].plan if self.found else None
 
     @property
+    def rejected(self) -> tuple[Found, ...]:
+        """Plans that were simulated, fit, and are not as good; the nearest first."""
+        return self.found[1:]
+
+    @property
+    def certificate(self) -> dict[str, Any]:
+        """What proves the best plan (`planner.certificate`)."""
+        from wavetrain.planner.certificate import certificate  # noqa: PLC0415 - it proves by searching
+
+        return certificate(self)
+
+    @property
+    def frontier(self) -> tuple[Found, ...]:
+        """Of the plans that were simulated and fit, those that none beats in time, memory and device time at once."""
+        return pareto(self.found)
+
+    @property
     def gap(self) -> float:
         """No plan of the space is better by more than this share."""
-        return max(0.0, 1 - self.lower / self.found[0].cost) if self.found else 1.0
+        if not self.found:
+            return 1.0
+        gap = 1 - self.lower / self.found[0].cost
+        return gap if gap > 1 - TIE else 0.0
 
 
 def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
@@ -143,14 +182,21 @@ def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
     known = degrees(question)
     bounds = question.cost(degree_bounds(question, known), known.devices)
     ranking = np.lexsort((np.arange(len(known)), bounds))
-    for start in range(0, len(ranking), CHUNK):
-        rows = ranking[start : start + CHUNK]
-        if bounds[rows[0]] >= state.upper or state.is_late:
-            state.leave(ranking[start:], bounds)
-            break
-        state.expand(known.take(rows[bounds[rows] < state.upper]))
-    state.drain()
-    return state.answer(time.perf_counter() - started)
+    done = 0
+    try:
+        for done in range(0, len(ranking), CHUNK):
+            rows = ranking[done : done + CHUNK]
+            if bounds[rows[0]] >= state.upper * TIE or state.is_late:
+                break
+            state.expand(known.take(rows))
+        else:
+            done = len(ranking)
+        state.leave(ranking[done:], bounds)
+        state.drain()
+        state.mix()
+    except KeyboardInterrupt:
+        state.lower = min(state.lower, float(bounds[ranking[0]]))  # what was found so far, with what is proven of it
+    return state.answer(space_size(question, known), time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -208,9 +254,10 @@ class _State:
 
     def __init__(self, question: Question, until: float) -> None:
         self.question, self.until = question, until
-        self.count, self.lower = Count(), float("inf")
+        self.evaluated, self.solved, self.lower = 0, 0, float("inf")
         self.waiting: list[tuple[float, int, int]] = []  # cost at least, number of an expansion, row in it
         self.expansions: list[Expansion] = []
+        self.mixtures: list[tuple[float, float, Layout]] = []
         self.seen: set[Candidate] = set()
         self.found: list[Found] = []
         self.least_bad: Found | None = None
@@ -225,7 +272,6 @@ class _State:
 
     def leave(self, rows: Numbers, bounds: Floats) -> None:
         """Degrees that are not looked at: because they are no better, or because time is up."""
-        self.count.bounded += len(rows)
         if len(rows):
             self.lower = min(self.lower, float(bounds[rows[0]]))
 
@@ -236,13 +282,11 @@ class _State:
         priced = price(question, known, every)
         open_ = question.cost(option_bounds(question, known, every, priced), known.devices[every.row]) < self.upper
         small = least_bytes(question, known.pp[every.row], priced) * BELOW <= question.capacity_bytes
-        self.count.bounded += int((~open_).sum())
-        self.count.too_large += int((open_ & ~small).sum())
+        self._note_mixtures(known, every, priced)
         keep = np.flatnonzero(open_ & small)
         if not len(keep):
             return
         made = Expansion.of(question, known, every.take(keep), priced.take(keep))
-        self.count.too_large += len(made.rows) - len(made.ranking)
         if not len(made.ranking):
             return
         number = len(self.expansions)
@@ -252,13 +296,55 @@ class _State:
             for candidate in made.candidates(question, row, self.upper):
                 self.evaluate(candidate)
 
+    def _note_mixtures(self, known: Degrees, every: Options, priced: Priced) -> None:
+        """Layouts without a pipeline, in which blocks and operators may be chosen one by one."""
+        if not self.question.is_free:
+            return
+        single = np.flatnonzero((known.pp[every.row] == 1) & (known.dp[every.row] > 1))
+        key = every.row[single] * 2 + every.sequence_parallel[single]
+        for value in np.unique(key).tolist():
+            rows, row = single[key == value], value // 2
+            part = known.take(np.array([row]))
+            bound_s = mixture_bound(self.question, int(part.microbatches[0]), priced.take(rows), every.take(rows))
+            layout = Layout(
+                global_batch=self.question.global_batch,
+                microbatch=int(part.microbatch[0]),
+                tp=int(part.tp[0]),
+                sequence_parallel=bool(value % 2),
+                cp=int(part.cp[0]),
+                dp=int(part.dp[0]),
+            )
+            cost = float(self.question.cost(bound_s, layout.num_devices))
+            self.mixtures.append((cost, bound_s, layout))
+
+    def mix(self) -> None:
+        """Solve the inner problem of layouts, until no bound is below the best."""
+        self.mixtures.sort(key=lambda item: (item[0], item[2].microbatch, item[2].tp, item[2].cp))
+        for cost, _, layout in self.mixtures:
+            if cost >= self.upper * TIE or self.is_late:
+                self.lower = min(self.lower, cost)
+                break
+            for zero1 in (False, True):
+                for group in end_groups(self.question, layout):
+                    self._solve(replace(layout, shard_optimizer=zero1), group)
+
+    def _solve(self, layout: Layout, end_shard: int) -> None:
+        made = instance(self.question, layout, end_shard)
+        chosen = choose(made.problem, time_limit_s=max(0.0, min(self.until - time.perf_counter(), MOST_SOLVE_S)))
+        self.solved += 1
+        if chosen.selection is not None:
+            self.add(plan_of(made, chosen.selection), Inner(layout, end_shard, chosen.certificate))
+        if chosen.lower is not None and chosen.gap != 0:
+            bound = made.step_s(chosen.lower)
+            self.lower = min(self.lower, float(self.question.cost(bound, layout.num_devices)))
+
     def drain(self) -> None:
         """Simulate what waits, until no bound is below the best."""
         refined: list[tuple[float, tuple[object, ...], Candidate]] = []
         while self.waiting or refined:
             rough = self.waiting[0][0] if self.waiting else float("inf")
             fine = refined[0][0] if refined else float("inf")
-            if min(rough, fine) >= self.upper or self.is_late:
+            if min(rough, fine) >= self.upper * TIE or self.is_late:
                 self.lower = min(self.lower, rough, fine)
                 break
             if fine <= rough:
@@ -278,19 +364,48 @@ class _State:
         self.seen.add(candidate)
         self.add(candidate.plan(self.question))
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: Plan, inner: Inner | None = None) -> None:
         seen = outline(plan, self.question.laws)
-        self.count.evaluated += 1
+        self.evaluated += 1
         fits = seen.needed_bytes <= self.question.capacity_bytes
-        found = Found(float(self.question.cost(seen.step_s, plan.layout.num_devices)), plan, seen, fits)
-        if fits:
+        cost = self.question.true_cost(plan, seen.step_s) if fits else float("inf")
+        found = Found(cost, plan, seen, inner)
+        if cost < float("inf"):
             insort(self.found, found, key=lambda item: item.cost)
         elif self.least_bad is None or seen.needed_bytes < self.least_bad.outline.needed_bytes:
             self.least_bad = found
 
-    def answer(self, search_s: float) -> Answer:
+    def answer(self, space: int, search_s: float) -> Answer:
         lower = min(self.lower, self.upper)
-        return Answer(self.question, tuple(self.found), self.least_bad, self.count, lower, search_s)
+        space += len(self.mixtures) * MIXTURES
+        return Answer(self.question, tuple(self.found), self.least_bad, space, self.evaluated, lower, search_s)
+
+
+def pareto(found: tuple[Found, ...]) -> tuple[Found, ...]:
+    """Those that no other beats in step time, memory needed and device seconds at once."""
+    kept: list[tuple[tuple[float, float, float], Found]] = []
+    for item in found:
+        seen = item.outline
+        values = (seen.step_s, seen.needed_bytes, seen.step_s * item.plan.layout.num_devices)
+        if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
+            kept.append((values, item))
+    return tuple(item for _, item in kept)
+
+
+def space_size(question: Question, known: Degrees) -> int:
+    """Plans of the space: degrees times options times schedules times cuts; mixtures are counted by layout."""
+    total, blocks = 0, question.model.num_blocks
+    columns = (known.tp, known.cp, known.pp, known.dp, known.microbatches)
+    for tp, cp, pp, dp, microbatches in zip(*(column.tolist() for column in columns), strict=True):
+        number = len(orders(pp, microbatches, blocks, question.pins))
+        total += num_options(question, tp, cp, pp, dp) * number * (2 if pp > 1 else 1)
+    return total
+
+
+def end_groups(question: Question, layout: Layout) -> list[int]:
+    """Groups that embedding and head may be cut over: none, the node's, all replicas."""
+    node = node_group(question.cluster.node.num_devices, layout.tp, layout.cp, layout.dp)
+    return sorted({1, node, layout.dp})
 
 
 @lru_cache(maxsize=100_000)

@@ -59,7 +59,7 @@ def degrees(question: Question) -> Degrees:
         for dp in divisors(question.global_batch)
         if dp <= total and pins.dp in (None, dp)
         for size in divisors(question.global_batch // dp)
-        if size <= MOST_MICROBATCH and pins.microbatch in (None, size)
+        if (size <= MOST_MICROBATCH if pins.microbatch is None else size == pins.microbatch)
     ]
     table = np.array(batches, dtype=np.intp).reshape(-1, 3)
     found = []
@@ -95,10 +95,9 @@ def legal_tp(question: Question) -> list[int]:
 
 
 def legal_cp(question: Question) -> list[int]:
-    """Powers of two that divide the sequence."""
-    most = min(MOST_CP, question.cluster.num_devices)
-    powers = [cp for cp in divisors(question.seq_len) if cp <= most and cp & (cp - 1) == 0]
-    return [cp for cp in powers if question.pins.cp in (None, cp)]
+    """Powers of two that divide the sequence; a pinned degree need only divide it."""
+    legal, pinned = [cp for cp in divisors(question.seq_len) if cp <= question.cluster.num_devices], question.pins.cp
+    return [cp for cp in legal if (cp <= MOST_CP and cp & (cp - 1) == 0 if pinned is None else cp == pinned)]
 
 
 def legal_pp(question: Question, most: int) -> list[int]:
@@ -129,17 +128,23 @@ def options(question: Question, found: Degrees) -> Options:
     """Every legal option of some degrees."""
     made = []
     columns = (found.tp, found.cp, found.pp, found.dp)
-    for row, (tp, cp, pp, dp) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for number, (tp, cp, pp, dp) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         table = _options(
             _Key(tp, cp, pp, dp, question.cluster.node.num_devices, question.seq_len), _Wanted.of(question)
         )
         if len(table):
-            made.append(np.column_stack([np.full(len(table), row), table]))
+            made.append(np.column_stack([np.full(len(table), number), table]))
     columns_of = np.concatenate(made).T if made else np.zeros((7, 0), dtype=np.intp)
     row, sequence, inside, recompute, shard, keep, zero1 = columns_of
     flags = (column.astype(bool) for column in (sequence, inside, keep, zero1))
     sequence_parallel, pp_inside, kept, cut = flags
     return Options(row, sequence_parallel, pp_inside, recompute, shard, kept, cut)
+
+
+def num_options(question: Question, tp: int, cp: int, pp: int, dp: int) -> int:
+    """How many options some degrees have."""
+    key = _Key(tp, cp, pp, dp, question.cluster.node.num_devices, question.seq_len)
+    return len(_options(key, _Wanted.of(question)))
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,6 @@ class _Wanted:
     pins: Pins
     only: tuple[str, ...]
     keeps_scores: bool
-    fused_recompute: bool = True
 
     @staticmethod
     def of(question: Question) -> _Wanted:
@@ -174,8 +178,9 @@ def _options(key: _Key, wanted: _Wanted) -> Numbers:
     sequences = [v for v in sequences if pins.sequence_parallel in (None, bool(v))]
     insides = [v for v in (0, 1) if v == 0 or _may_lie_inside(key)]
     insides = [v for v in insides if pins.pp_inside in (None, bool(v))]
-    recomputes = [0, 1, 2] if wanted.keeps_scores else [0, 2]
-    recomputes = [v for v in recomputes if pins.recompute in (None, RECOMPUTES[v])]
+    recomputes = [v for v in (0, 1, 2) if pins.recompute == RECOMPUTES[v]]
+    if pins.recompute is None:
+        recomputes = [0, 1, 2] if wanted.keeps_scores else [0, 2]
     rows = [
         (sequence, inside, recompute, *sharding)
         for sharding in _shardings(key, pins)
@@ -233,6 +238,15 @@ def _is_wanted(key: _Key, sharding: tuple[int, int, int], only: tuple[str, ...])
     return any(tests[name] for name in only)
 
 
+def waves_only(question: Question, found: Degrees, every: Options) -> Flags:
+    """Options that only families of wave-like pipelines have."""
+    only, own = question.only, found.take(every.row)
+    if "wave" not in only:
+        return np.zeros(len(every), dtype=bool)
+    others = (own.pp == 1) | (("megatron" in only) & (every.shard == 1)) | (("no-tensor" in only) & (own.tp == 1))
+    return np.asarray(~others)
+
+
 @dataclass(frozen=True)
 class Order:
     """A schedule with its stages per rank."""
@@ -255,16 +269,17 @@ ONE_RANK = Order(SCHEDULE_KINDS.index("1f1b"), 1, 1, 1)
 
 
 @lru_cache(maxsize=10_000)
-def orders(pp: int, microbatches: int, blocks: int, pins: Pins, only: tuple[str, ...] = ()) -> tuple[Order, ...]:
-    """The schedules that pp ranks and so many microbatches may run."""
+def orders(pp: int, microbatches: int, blocks: int, pins: Pins, *, waves: bool = False) -> tuple[Order, ...]:
+    """The schedules, or those in waves only, that pp ranks and so many microbatches may run."""
     if pp == 1:
-        return (ONE_RANK,) if pins.schedule in (None, "1f1b") and not pins.waves and not pins.chunks else ()
+        legal = pins.schedule in (None, "1f1b") and pins.waves in (None, 1) and pins.chunks in (None, 1)
+        return (ONE_RANK,) if legal and microbatches <= MOST_CELLS else ()
     found = []
     for name in KINDS:
         schedule = SCHEDULES[name]
         if pins.schedule not in (None, name) or (schedule.even_ranks and pp % 2):
             continue
-        if only and not ({"megatron", "no-tensor"} & set(only)) and not name.startswith(("wave", "zb-v")):
+        if waves and not schedule.waved:
             continue
         for number in range(1, MOST_PER_RANK + 1) if schedule.chunked or schedule.waved else (1,):
             order = _order(name, number)
