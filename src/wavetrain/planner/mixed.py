@@ -21,7 +21,7 @@ from wavetrain.cost.layers import local_parameters
 from wavetrain.cost.memory import Unit as Held
 from wavetrain.cost.memory import state_bytes
 from wavetrain.model.limits import divisors
-from wavetrain.model.operator import slice_counts
+from wavetrain.model.operator import Operator, slice_counts
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import EVERY, OperatorChoice, Plan
 from wavetrain.planner.problem import MILLION, Option, Problem, Selection, Unit
@@ -44,6 +44,7 @@ Floats = NDArray[np.float64]
 
 PICO = 1e12
 SLICES = (2, 4, 8)
+WORTH = 0.01  # of a block's parameters: operators with fewer, norms and such, are not sharded by themselves
 MODES = (Recompute.NONE, Recompute.FULL)
 
 
@@ -298,20 +299,20 @@ class _Builder:
     # --- operators by themselves ---
 
     def _operators(self, name: str) -> tuple[tuple[str, tuple[Choice, ...]], ...]:
-        """Operators of a layer that have parameters, with what may be done with each."""
+        """Operators of a layer that are worth a choice, with what may be done with each; the others are replicated."""
         layout = self.base.layout
-        if layout.dp == 1:
-            return ()
+        split = Split(layout.tp, layout.sequence_parallel, layout.cp)
         node = node_group(self.batch.node_devices, layout.tp, layout.cp, layout.dp)
+        operators = self.base.model.by_name[name].operators
+        numbers = [local_parameters(operator, split) for operator in operators]
         found = []
-        for operator in self.base.model.by_name[name].operators:
-            if not local_parameters(operator, Split(layout.tp, layout.sequence_parallel, layout.cp)):
+        for operator, number in zip(operators, numbers, strict=True):
+            if layout.dp == 1 or number < WORTH * sum(numbers):
                 continue
             sliced = [k for k in SLICES if k in slice_counts(operator)]
             choices = [Choice()]
-            for group in divisors(layout.dp)[1:]:
-                choices += [Choice(group, keep=True), Choice(group)]
-                choices += [Choice(group, slices=k) for k in sliced if group in (node, layout.dp)]
+            for group in sorted({node, layout.dp} - {1}):
+                choices += [Choice(group, keep=True), Choice(group), *(Choice(group, slices=k) for k in sliced)]
             found.append((operator.name, tuple(choices)))
         return tuple(found)
 
@@ -321,7 +322,10 @@ class _Builder:
         layout = self.base.layout
         split = Split(layout.tp, layout.sequence_parallel, layout.cp)
         by_name = {operator.name: operator for operator in self.base.model.by_name[name].operators}
-        made = [self._activations(kind)]
+        made = [
+            self._activations(kind),
+            self._others([by_name[o] for o in by_name if o not in dict(apart)], split),
+        ]
         for operator, choices in apart:
             number = float(local_parameters(by_name[operator], split))
             gathers, scatters = self._travel(number, choices)
@@ -330,6 +334,12 @@ class _Builder:
                 options.append(self._alone(kind, operator, choice, number, (gather_s, scatter_s), place))
             made.append(tuple(options))
         return tuple(made)
+
+    def _others(self, operators: Sequence[Operator], split: Split) -> tuple[Option, ...]:
+        """What is replicated whatever is chosen for the rest."""
+        number = float(sum(local_parameters(operator, split) for operator in operators))
+        own = self.grown * self._moments(0.0, 0.0, 0.0, 0.0, (False, False), working=0.0, saved=0.0)
+        return (self._option(Choice(), number, label="others", fixed_s=0.0, own=own, saved=0.0, left=0.0),)
 
     def _activations(self, kind: int) -> tuple[Option, ...]:
         """What a block keeps of its activations, and computes again."""
@@ -513,7 +523,7 @@ def plan_of(made: Instance, selection: Selection) -> Plan:
 def _choices(made: Instance, name: str, picks: tuple[int, ...]) -> dict[str, Choice]:
     if len(picks) == 1 and picks[0] < 0:
         return {EVERY: made.together[-1 - picks[0]]}
-    mode, *rest = picks
+    mode, _, *rest = picks
     again = MODES[mode] is Recompute.FULL
     chosen = {EVERY: Choice(recompute=again)}
     for (operator, choices), pick in zip(made.apart[name], rest, strict=True):

@@ -60,7 +60,7 @@ Numbers = NDArray[np.intp]
 
 CHUNK = 128  # degrees that are expanded together
 LOOKED_AT = 4096  # schedules of each that the closed form looks at
-MOST_SOLVE_S = 10.0  # of one inner problem
+MOST_SOLVE_S = 2.0  # of one inner problem
 MIXTURES = 6  # inner problems of a layout: optimizer states cut or not, three ways to cut the ends
 TIE = 1 - 1e-8  # plans that are nearer to each other are equally good
 TRIED = 4  # candidates of each that are simulated at once, for a good plan to compare with
