@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from wavetrain.base.units import DType
 from wavetrain.cluster import load_cluster
 from wavetrain.model import load_model
 from wavetrain.plan.check import check
 from wavetrain.plan.plan import Plan
-from wavetrain.plan.stack import Precision
 from wavetrain.planner.families import FAMILY_PLANS
-from wavetrain.planner.question import Question
+from wavetrain.planner.question import Question, precision_for
 from wavetrain.planner.search import search
 from wavetrain.sim.predict import outline
 
@@ -74,15 +72,13 @@ class Case:
     @property
     def question(self) -> Question:
         cluster = load_cluster(self.node if self.count == 1 else f"{self.node}:{self.count}")
-        known = cluster.device.peak.known()
-        half = DType.BF16 if DType.BF16.value in known else DType.FP16
         return Question(
             model=load_model(self.model, seq_len=self.seq_len),
             cluster=cluster,
             global_batch=self.global_batch,
             seq_len=self.seq_len,
             headroom=1 - self.memory,
-            precision=Precision(compute=half, products=half),
+            precision=precision_for(cluster.device),
         )
 
 

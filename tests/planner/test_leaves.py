@@ -4,28 +4,37 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from instances import cases_of, problem_of
 
-from wavetrain.planner.choose import choose
-from wavetrain.planner.leaves import Case, from_json, gap_of, to_json, verify
-from wavetrain.planner.problem import Option, Problem, Run, Unit, peak
+from wavetrain.planner.choose import choose, least_peak
+from wavetrain.planner.leaves import Case, from_json, gap_of, holds_better, sifted, to_json, verify
+from wavetrain.planner.problem import MILLION, Option, Problem, Run, Unit, peak, time
 
 
-def knapsack(limit=611):
-    """Twelve copies of five levels: its proof needs cases."""
+def knapsack(limit=611, *, owning=True):
+    """Twelve copies of five levels: its proof needs cases, or (where none owns bytes) a core."""
     levels = tuple(
-        Option(fixed=t, held=m, own=w) for t, m, w in ((100, 97, 3), (131, 71, 5), (167, 53, 2), (211, 29, 7))
+        Option(fixed=t, held=m, own=w * owning) for t, m, w in ((100, 97, 3), (131, 71, 5), (167, 53, 2), (211, 29, 7))
     )
     ends = tuple(Option(fixed=t, held=m, reduction=t // 3) for t, m in ((10, 37), (19, 22), (37, 5)))
     return Problem(units=(Unit(operators=(levels,), count=12, backward=2), Unit(operators=(ends,))), limit=limit)
 
 
+def choose_by_cases(problem):
+    """With nothing gone through in full, so that all there is to prove is split into cases."""
+    with patch("wavetrain.planner.choose.settle", return_value=None):
+        return choose(problem)
+
+
 PROBLEM = knapsack()
-PROOF = choose(PROBLEM).certificate
+PROOF = choose_by_cases(PROBLEM).certificate
+ITEMS = knapsack(owning=False)
+CORE = choose(ITEMS).certificate
 
 
 def changed(case, **changes):
@@ -100,6 +109,90 @@ TAMPERED = {
 }
 
 
+def core(**changes):
+    return replace(CORE, cases=(replace(CORE.cases[0], **changes),))
+
+
+def core_with(**changes):
+    *others, last = CORE.cases[0].sieves
+    return core(sieves=(*others, replace(last, **changes)))
+
+
+def worse_selection():
+    selection = tuple((Run(unit.count, (len(unit.operators[0]) - 1,)),) for unit in ITEMS.units)
+    taken = time(ITEMS, selection)
+    return replace(CORE, selection=selection, time=taken, peak=peak(ITEMS, selection), lower=taken)
+
+
+PRICED = CORE.cases[0].sieves[-1]
+CORE_TAMPERED = {
+    "a worse selection": worse_selection(),
+    "nothing gone through": core(core=False),
+    "no multipliers": core(sieves=()),
+    "no multiplier of time": core_with(time=0, longer=0),
+    "a multiplier of memory left out": core_with(memory=()),
+    "a multiplier of memory a thousandfold": core_with(memory=tuple((u, c, 1000 * a) for u, c, a in PRICED.memory)),
+    "another copy's memory": core_with(memory=tuple((0, 0, a) for *_, a in PRICED.memory)),
+    "a negative multiplier": core_with(memory=((*PRICED.memory[0][:2], -1),)),
+    "a multiplier for no copy": core_with(memory=((0, 12, 1),)),
+    "more time that is longer than all time": core_with(longer=PRICED.time + 1),
+    "a multiplier for a row": core_with(rows=(1,)),
+    "a core that is split": core(split=ROOT),
+    "a core twice": replace(CORE, cases=CORE.cases * 2),
+    "a core where there is no bound": replace(CORE, selection=None, time=None, peak=None, lower=None),
+    "a bound above the time": replace(CORE, lower=CORE.lower + 1),
+    "a shorter time": replace(CORE, time=CORE.time - 1, lower=CORE.lower - 1),
+}
+
+
+def test_a_core_as_it_was_made_holds():
+    assert verify(ITEMS, CORE) == []
+    assert CORE.time == choose_by_cases(ITEMS).time
+    assert [case.core for case in CORE.cases] == [True]
+
+
+@pytest.mark.parametrize("kind", CORE_TAMPERED)
+def test_tampering_with_a_core_is_found_out(kind):
+    assert verify(ITEMS, CORE_TAMPERED[kind]) != []
+
+
+def test_a_core_in_a_part_is_refused():
+    assert verify(PROBLEM, changed(LEAF, core=True)) != []
+
+
+def test_a_core_proves_no_bound_that_is_too_high():
+    tried = 0
+    for seed in range(150):
+        for problem, best, _ in cases_of(problem_of(seed, operators=6, options=4, units=3, counts=(1, 1, 2)), 2):
+            found = choose(problem)
+            if best is None or not found.certificate.cases[0].core:
+                continue
+            tried += 1
+            for more in (1, MILLION, best // 10):
+                assert holds_better(problem, *_left(problem, found.certificate.cases[0], best + more), best + more)
+    assert tried >= 20
+
+
+def _left(problem, case, lower):
+    left = sifted(problem, case.sieves, None, (), lower)
+    return left, case.sieves[-1]
+
+
+def test_cores_and_cases_agree():
+    cores = 0
+    for seed in range(60):
+        shape = {"operators": 9, "options": 5, "units": 6, "counts": (1, 1, 4, 12), "size": (30, 10**9)[seed % 2]}
+        problem = problem_of(seed, **shape)
+        low, high = least_peak(problem).peak, choose(replace(problem, limit=10**15)).peak
+        problem = replace(problem, limit=low + (high - low) * (1 + seed % 7) // 9)
+        found = choose(problem)
+        assert verify(problem, found.certificate) == []
+        assert found.gap == 0
+        assert choose_by_cases(problem).time == found.time
+        cores += found.certificate.cases[0].core
+    assert cores >= 10
+
+
 def test_the_proof_as_it_was_made_holds():
     assert verify(PROBLEM, PROOF) == []
     assert gap_of(PROOF) == 0
@@ -155,7 +248,7 @@ def test_what_does_not_fit_is_proven_and_not_more():
 
 
 def test_json_there_and_back():
-    for certificate in (PROOF, choose(knapsack(limit=300)).certificate):
+    for certificate in (PROOF, CORE, choose(knapsack(limit=300)).certificate):
         text = json.dumps(to_json(certificate))
         assert from_json(json.loads(text)) == certificate
     with pytest.raises(ValueError, match="format"):

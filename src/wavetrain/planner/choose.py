@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
 from time import monotonic
 
 from wavetrain.planner.branch import Search, crowded, grow, polish, rounded, trimmed, worst_copy
@@ -30,7 +29,7 @@ from wavetrain.planner.leaves import (
     weigh,
 )
 from wavetrain.planner.master import Answer, Copy, Frame, solve
-from wavetrain.planner.price import Kind, Weights, cheapest, kinds_of, roughly_cheapest
+from wavetrain.planner.price import Kind, Weights, cheapest, cost_of, kinds_of, prepare, roughly_cheapest
 from wavetrain.planner.problem import (
     MILLION,
     Picks,
@@ -48,7 +47,8 @@ from wavetrain.planner.problem import (
 
 LEAN = Weights(held=1, saved=1, left=1, running=1)
 FEW = 60  # choices among which cases find a better selection as fast
-MOST_SEEDS = 20  # prices to begin with; a handful is usual
+MOST_SEEDS = 5  # prices to begin with; the program finds the rest
+ENOUGH = 64  # the part of what is between bound and best selection that is not worth another program
 MOST_ROUNDS = 200  # of adding choices; each adds at least one, so that it is never reached in practice
 
 
@@ -81,7 +81,7 @@ def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
     frees = _frees(search)
     if frees[-1].is_best:
         return _chosen(search, (Case((frees[-1].prices,)),), frees[-1].bound)
-    lean = _uniform(kinds, LEAN)
+    lean = _uniform(kinds, LEAN, roughly_cheapest)
     search.look_at([worst_copy(lean, list(loads_of(problem, lean)))[1]])
     search.offer(lean)
     if search.best is None:
@@ -91,8 +91,8 @@ def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
     assert search.best is not None
     choices = _initial(search, (search.best, lean, *(free.selection for free in frees)))
     if any(kind.operators for kind in search.kinds):
-        for free, copy in product(frees, search.memory):
-            _seed(search, choices, copy, free, lean)
+        for free in frees:
+            _seed(search, choices, search.memory[-1], free, lean)
     return _prove(search, _priced(search, choices, fit=False), choices)
 
 
@@ -113,17 +113,19 @@ def _frees(search: Search) -> list[_Free]:
     frees: list[_Free] = []
     for longer in (0, 1):
         free = _freely(search, longer, roughly_cheapest)
-        if search.best is not None and search.best_time == time(search.problem, free.selection):
+        as_taken = is_hidden(search.problem, free.selection) != bool(longer)
+        if as_taken and search.best_time == time(search.problem, free.selection):  # it fits: is it the best?
             free = _freely(search, longer, cheapest)
         frees.append(free)
-        if free.is_best or is_hidden(search.problem, free.selection) != bool(longer):
+        if as_taken or free.is_best:
             break
     return frees
 
 
-def _freely(search: Search, longer: int, find: Callable[[Kind, Weights], tuple[int, Picks]]) -> _Free:
+def _freely(search: Search, longer: int, find: Find) -> _Free:
     problem, by = search.problem, Multipliers(1, longer)
     parts = segments(problem, by, ())
+    prepare((search.kinds[part.unit], part.weights) for part in parts)
     found = [find(search.kinds[part.unit], part.weights) for part in parts]
     bound = constant(problem, by, ()) + sum(part.count * cost for part, (cost, _) in zip(parts, found, strict=True))
     selection = tuple((Run(part.count, picks),) for part, (_, picks) in zip(parts, found, strict=True))
@@ -145,6 +147,7 @@ def _seed(search: Search, choices: Choices, copy: Copy, free: _Free, lean: Selec
         for part in segments(problem, by, ()):
             if part.unit not in longest or part.count > longest[part.unit].count:
                 longest[part.unit] = part
+        prepare((search.kinds[unit], part.weights) for unit, part in longest.items())
         picks = [roughly_cheapest(search.kinds[unit], part.weights)[1] for unit, part in longest.items()]
         for unit, (known, each) in enumerate(zip(choices, picks, strict=True)):
             if each not in known:
@@ -171,7 +174,7 @@ def _point(search: Search, copy: Copy, selection: Selection) -> tuple[int, int]:
 def least_peak(problem: Problem, *, deadline: float = math.inf) -> Tightest:
     """The selection with the least peak; past the deadline (of the monotonic clock) only the least found."""
     kinds = kinds_of(problem)
-    best = _uniform(kinds, LEAN)
+    best = _uniform(kinds, LEAN, cheapest)
     while True:
         most, copy = worst_copy(best, list(loads_of(problem, best)))
         if most == 0:
@@ -204,8 +207,12 @@ def _fit(search: Search, choices: Choices) -> tuple[Case, ...]:
     return (Case((fitted.prices, *tree.cases[0].sieves), tree.cases[0].split), *tree.cases[1:])
 
 
-def _uniform(kinds: list[Kind], weights: Weights) -> Selection:
-    return tuple((Run(kind.unit.count, cheapest(kind, weights)[1]),) for kind in kinds)
+Find = Callable[[Kind, Weights], tuple[int, Picks]]
+
+
+def _uniform(kinds: list[Kind], weights: Weights, find: Find) -> Selection:
+    prepare((kind, weights) for kind in kinds)
+    return tuple((Run(kind.unit.count, find(kind, weights)[1]),) for kind in kinds)
 
 
 def _initial(search: Search, selections: tuple[Selection, ...]) -> Choices:
@@ -232,9 +239,11 @@ def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
     for _ in range(MOST_ROUNDS):
         answer = solve(Frame(search.problem, choices, (), tuple(search.memory), fit))
         assert answer is not None, "the program holds a selection that fits"
-        least, added = _add_choices(search, choices, answer, exact=False)
-        if not added:
-            least, added = _add_choices(search, choices, answer, exact=True)
+        least, lacking = _add_choices(search, choices, answer, roughly_cheapest)
+        if not lacking:
+            least, lacking = _add_choices(search, choices, answer, cheapest)
+            if not fit and search.best_time is not None:  # the last bit of the bound is not worth its time
+                lacking = max(0, lacking - (answer.prices.time * search.best_time - least) // ENOUGH)
         bound = -(-least // (answer.prices.time or 1))
         if best is None or bound > best.bound:
             best = _Priced(answer.prices, bound)
@@ -242,27 +251,28 @@ def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
         done = best.bound > 0 if fit else search.best_time is not None and best.bound >= search.best_time
         if done or search.late or (fit and search.best is not None):
             break
-        if not added and not search.look_at(crowded(search.problem, answer)):
+        if not lacking and not search.look_at(crowded(search.problem, answer)):
             break
     assert best is not None
     return best
 
 
-def _add_choices(search: Search, choices: Choices, answer: Answer, *, exact: bool) -> tuple[int, bool]:
-    """A bound of the inequality over all selections, and whether a choice was added that lowers it."""
-    problem, find = search.problem, cheapest if exact else roughly_cheapest
-    known: dict[tuple[int, Weights], int] = {}
-    added = False
-    total = constant(problem, answer.prices, ())
-    for part in segments(problem, answer.prices, ()):
-        key = part.unit, part.weights
-        if key not in known:
-            known[key], picks = find(search.kinds[part.unit], part.weights)
-            if picks not in choices[part.unit]:
-                choices[part.unit][picks] = load_of(problem, problem.units[part.unit], picks)
-                added = True
-        total += part.count * known[key]
-    return total, added
+def _add_choices(search: Search, choices: Choices, answer: Answer, find: Find) -> tuple[int, int]:
+    """A bound of the inequality over all selections, and by how much the choices that were added lower it."""
+    problem = search.problem
+    total, lacking = constant(problem, answer.prices, ()), 0
+    parts = segments(problem, answer.prices, ())
+    prepare((search.kinds[part.unit], part.weights) for part in parts)
+    found = {key: find(search.kinds[key[0]], key[1]) for key in dict.fromkeys((p.unit, p.weights) for p in parts)}
+    for part in parts:
+        known, (least, picks) = choices[part.unit], found[part.unit, part.weights]
+        total += part.count * least
+        if picks not in known:
+            load = load_of(problem, problem.units[part.unit], picks)
+            before = min(cost_of(each, part.weights) for each in known.values())
+            lacking += part.count * max(0, before - cost_of(load, part.weights))
+            known[picks] = load
+    return total, lacking
 
 
 def _prove(search: Search, priced: _Priced, columns: Choices) -> Chosen:

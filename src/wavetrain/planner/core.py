@@ -32,7 +32,7 @@ Longs = npt.NDArray[np.int64]
 
 LARGEST = 2**61
 MOST = 50_000  # labels at a time; with more of them cases are faster
-FIRST, FURTHER = 256, 6  # the part of the slack that is gone through first, and how much more each time
+FIRST, FURTHER = 16, 4  # the part of the slack that is gone through first, and how much more each time
 HANDFUL = 12  # choices that are gone through at once
 FINE = 2**40  # the slack in steps of the excess: rounded down, so that none is cut off
 NEAR = 6  # neighbours in order of memory that are compared where there are more than two numbers
@@ -82,7 +82,7 @@ def core_of(problem: Problem, choices: Choices, by: Multipliers, lower: int, sla
     weighed = weigh(problem, choices, (), by)
     raw = [_raw_group(problem, weighed, index, choices, slack, by) for index in range(len(weighed.parts))]
     limits = limits_of_core(problem, by, lower)
-    for part, (_, _, values) in zip(weighed.parts, raw, strict=True):
+    for part, (*_, values) in zip(weighed.parts, raw, strict=True):
         limits = [limit - part.count * value for limit, value in zip(limits, values[0], strict=True)]
     relative = [[[a - b for a, b in zip(row, values[0], strict=True)] for row in values] for _, _, values in raw]
     scales = _scales(relative, limits, num_times=len(limits) - len(by.memory))
@@ -94,8 +94,8 @@ def core_of(problem: Problem, choices: Choices, by: Multipliers, lower: int, sla
         if len(picks) == 1:
             settled.append((part.unit, picks[0], part.count))
             continue
-        values = np.array([[value // scale for value, scale in zip(row, scales, strict=True)] for row in rows]).T
-        groups.append(Group(part.unit, part.count, picks, np.array([each // grain for each in excess]), values))
+        table = np.array([[value // scale for value, scale in zip(row, scales, strict=True)] for row in rows]).T
+        groups.append(Group(part.unit, part.count, picks, np.array([each // grain for each in excess]), table))
     # Many copies first: what they add is often the same in several memories. Then those with little to choose between.
     groups.sort(key=lambda group: (group.count == 1, -int(group.excess[1:].min()), group.unit))
     tops = [max(-LARGEST, min(LARGEST, limit // scale)) for limit, scale in zip(limits, scales, strict=True)]
@@ -113,7 +113,7 @@ def _reach(parts: list[Segment], relative: list[list[list[int]]], index: int) ->
     return sum(part.count * max(abs(row[index]) for row in rows) for part, rows in zip(parts, relative, strict=True))
 
 
-def _raw_group(  # noqa: PLR0913
+def _raw_group(
     problem: Problem, weighed: Weighed, index: int, choices: Choices, slack: int, by: Multipliers
 ) -> tuple[tuple[Picks, ...], list[int], list[tuple[int, ...]]]:
     part, least = weighed.parts[index], weighed.leasts[index]
@@ -128,8 +128,11 @@ def best_of(core: Core, most: int) -> tuple[bool, list[tuple[int, Picks, int]] |
     labels = _Labels(np.zeros(1, np.int64), np.zeros((len(core.limits), 1), np.int64), np.zeros(1, np.int64))
     steps: list[_Step] = []
     rests = _rests(core)
+    if (rests[0] > core.limits).any():
+        return True, None
     for index in range(len(core.groups)):
-        for labels, step in _extended(core, labels, index, rests[index + 1]):
+        for grown, step in _extended(core, labels, index, rests[index + 1]):
+            labels = grown
             steps.append(step)
             if len(labels.excess) > most:
                 return False, None
@@ -171,20 +174,31 @@ def _one_more(core: Core, labels: _Labels, index: int, rest: Longs) -> tuple[_La
 
 
 def _some_more(core: Core, labels: _Labels, index: int, choice: int, rest: Longs) -> tuple[_Labels, _Step]:
+    """Every label with every number of copies of the choice that can still come to something."""
     group = core.groups[index]
-    each = int(group.excess[choice])
-    copies = np.arange(1 + (group.count if not each else min(group.count, core.slack // each)))
-    excess = labels.excess[:, None] + each * copies
-    used = labels.used[:, None] + copies
-    parents, copies = np.nonzero((excess <= core.slack) & (used <= group.count))
-    values = labels.values[:, parents] + group.values[:, choice, None] * copies
-    excess, used = excess[parents, copies], used[parents, copies]
+    each, added = int(group.excess[choice]), group.values[:, choice]
     least = group.values[:, :choice].min(axis=1)  # of the choices still to come, the first with its zeros among them
-    most = (core.limits - rest)[:, None] - least[:, None] * (group.count - used)
-    kept = np.flatnonzero((values <= most).all(axis=0))
-    kept = kept[_undominated(values[:, kept], None if choice == 1 else used[kept])]
-    found = _Labels(excess[kept], values[:, kept], used[kept])
-    return found, _Step(index, np.full(len(kept), choice), copies[kept], parents[kept])
+    free = group.count - labels.used
+    low, high = np.zeros_like(free), free
+    if each:
+        high = np.minimum(high, (core.slack - labels.excess) // each)
+    for number, more in enumerate((added - least).tolist()):
+        room = core.limits[number] - rest[number] - labels.values[number] - least[number] * free
+        if more > 0:
+            high = np.minimum(high, room // more)
+        elif more < 0:
+            low = np.maximum(low, -(room // -more))
+        else:
+            high = np.where(room < 0, -1, high)
+    sizes = np.maximum(high - low + 1, 0)
+    parents = np.repeat(np.arange(len(sizes)), sizes)
+    copies = np.arange(len(parents)) - np.repeat(np.cumsum(sizes) - sizes - low, sizes)
+    values = labels.values[:, parents] + added[:, None] * copies
+    used = labels.used[parents] + copies
+    kept = _undominated(values, None if choice == 1 else used)
+    parents, copies = parents[kept], copies[kept]
+    found = _Labels(labels.excess[parents] + each * copies, values[:, kept], used[kept])
+    return found, _Step(index, np.full(len(kept), choice), copies, parents)
 
 
 def _undominated(values: Longs, used: Longs | None = None) -> npt.NDArray[np.intp]:
@@ -218,7 +232,8 @@ def _traced(core: Core, steps: list[_Step], label: int) -> list[tuple[int, Picks
             found.append((group.unit, group.picks[choice], copies))
             left[step.group] -= copies
         label = int(step.parents[label])
-    return found + [(group.unit, group.picks[0], count) for group, count in zip(core.groups, left, strict=True) if count]
+    firsts = [(group.unit, group.picks[0], count) for group, count in zip(core.groups, left, strict=True) if count]
+    return found + firsts
 
 
 def selection_of(problem: Problem, found: list[tuple[int, Picks, int]]) -> Selection:
@@ -248,10 +263,8 @@ def settle(search: Search, by: Multipliers, choices: Choices) -> Multipliers | N
         done, found = (False, None) if core is None else best_of(core, MOST)
         if not done:
             return None
-        if found is None:
+        if found is None or _holds(search, by, found):
             gone_through, reach = reach, FURTHER * reach + 1
-        elif _holds(search, by, found):
-            gone_through = reach
         else:
             fuller = _with_more(search, by, found)
             if fuller is None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from operator import add, le
 from typing import Any
 
-from wavetrain.planner.price import Kind, Loads, Weights, cheapest, cost_of, kinds_of, undominated, within
+from wavetrain.planner.price import Kind, Loads, Weights, cheapest, cost_of, kinds_of, prepare, undominated, within
 from wavetrain.planner.problem import (
     MILLION,
     Load,
@@ -29,6 +28,7 @@ from wavetrain.planner.problem import (
     rank_of,
     time,
 )
+from wavetrain.planner.sums import any_within
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,7 @@ def list_choices(kinds: list[Kind], problem: Problem, by: Multipliers, lower: in
 
 def leasts_of(kinds: list[Kind], parts: list[Segment]) -> dict[tuple[int, Weights], int]:
     """The least price of a copy, for every unit and set of prices it has."""
+    prepare((kinds[part.unit], part.weights) for part in parts)
     leasts: dict[tuple[int, Weights], int] = {}
     for part in parts:
         if (part.unit, part.weights) not in leasts:
@@ -247,14 +248,9 @@ def amounts_of_core(problem: Problem, by: Multipliers, part: Segment, load: Load
 
 
 def holds_better(problem: Problem, choices: Choices, by: Multipliers, lower: int) -> bool:
-    """Whether the choices make a selection below `lower`, as far as the multipliers count time and memory.
-
-    Sums of one choice after another, in plain integers, dropped where their prices are more than can be allowed, where
-    even the least of all that is to come is too much, or where another sum is no more in anything.
-    """
+    """Whether the choices make a selection below `lower`, as far as the multipliers count time and memory."""
     weighed = weigh(problem, choices, (), by)
     slack = allowed(by, lower) - weighed.total
-    limits = limits_of_core(problem, by, lower)
     menus = [
         sorted(
             (price - least, amounts_of_core(problem, by, part, choices[part.unit][picks]))
@@ -263,64 +259,8 @@ def holds_better(problem: Problem, choices: Choices, by: Multipliers, lower: int
         )
         for part, prices, least in zip(weighed.parts, weighed.prices, weighed.leasts, strict=True)
     ]
-    rest = list(limits)  # what the least of all other parts leaves
-    for part, menu in zip(weighed.parts, menus, strict=True):
-        rest = [most - part.count * least for most, least in zip(rest, _leasts(menu), strict=True)]
-    sums = {(0,) * len(limits): 0}  # with the price of each
-    # Many copies first, as they mostly add the same to several memories, then those with little to choose between.
-    for part, menu in sorted(zip(weighed.parts, menus, strict=True), key=lambda item: (-item[0].count, len(item[1]))):
-        rest = [most + part.count * least for most, least in zip(rest, _leasts(menu), strict=True)]
-        sums = _unbettered(_sums_with(sums, part.count, menu, rest, slack))
-    return bool(sums)
-
-
-Menu = list[tuple[int, tuple[int, ...]]]  # price above the least, and amounts, of every choice
-Sums = dict[tuple[int, ...], int]
-
-
-def _leasts(menu: Menu) -> list[int]:
-    return [min(column) for column in zip(*(amounts for _, amounts in menu), strict=True)]
-
-
-def _sums_with(sums: Sums, count: int, menu: Menu, most: list[int], slack: int) -> Sums:
-    """All sums with that many choices of the menu added, the same one more than once if need be."""
-    (_, first), *others = menu
-    waiting = {0: sums}  # by how many were added
-    for index, (excess, amounts) in reversed(list(enumerate(others))):
-        least = _leasts(menu[: index + 1])  # of the choices that are still to come
-        grown: dict[int, Sums] = {}
-        for added, known in waiting.items():
-            for more in range(count - added + 1 if excess * (count - added) <= slack else slack // excess + 1):
-                step = [more * amount for amount in amounts]
-                top = [most_ - (count - added - more) * each for most_, each in zip(most, least, strict=True)]
-                into = grown.setdefault(added + more, {})
-                for values, price in known.items():
-                    after = tuple(map(add, values, step))
-                    if price + more * excess <= slack and all(map(le, after, top)):
-                        into[after] = price + more * excess
-        waiting = {added: _unbettered(known) for added, known in grown.items()}
-    found: Sums = {}
-    for added, known in waiting.items():
-        step = [(count - added) * amount for amount in first]
-        found |= {tuple(map(add, values, step)): price for values, price in known.items()}
-    return {values: price for values, price in found.items() if all(map(le, values, most))}
-
-
-def _unbettered(sums: Sums) -> Sums:
-    """Without sums that another is no more than in anything, as far as only two numbers differ; else all are kept.
-
-    The price of a sum is made of its numbers: what is no more in them costs no more.
-    """
-    columns = list(zip(*sums, strict=True))
-    if len(columns) < 2 or any(column != columns[-1] for column in columns[1:]):
-        return sums
-    kept: Sums = {}
-    least = None
-    for values in sorted(sums):
-        if least is None or values[-1] < least:
-            least = values[-1]
-            kept[values] = sums[values]
-    return kept
+    counts = [part.count for part in weighed.parts]
+    return any_within(list(zip(counts, menus, strict=True)), limits_of_core(problem, by, lower), slack)
 
 
 def verify(problem: Problem, certificate: Certificate) -> list[str]:
@@ -438,16 +378,20 @@ def _shape_reasons(problem: Problem, case: Case, rows: tuple[Row, ...], lower: i
         return ["a case is split by no row of the problem"]
     if case.core and (case.split or rows or lower is None or not case.sieves or not case.sieves[-1].time):
         return ["a core has no parts, no rows, and multipliers of time"]
-    for by in case.sieves:
-        if len(by.rows) != len(rows):
-            return ["multipliers are for other rows than those of the case"]
-        if min(by.time, by.longer, *by.rows, *(amount for *_, amount in by.memory)) < 0 or by.longer > by.time:
-            return ["a multiplier is out of its range"]
-        if lower is None and by.time:
-            return ["time is counted where no selection is said to fit"]
-        for unit, copy, _ in by.memory:
-            if not (0 <= unit < len(problem.units) and 0 <= copy < problem.units[unit].count):
-                return ["a multiplier is for no copy of a unit"]
+    reasons = (_multiplier_reasons(problem, by, rows, lower) for by in case.sieves)
+    return next((each for each in reasons if each), [])
+
+
+def _multiplier_reasons(problem: Problem, by: Multipliers, rows: tuple[Row, ...], lower: int | None) -> list[str]:
+    if len(by.rows) != len(rows):
+        return ["multipliers are for other rows than those of the case"]
+    if min(by.time, by.longer, *by.rows, *(amount for *_, amount in by.memory)) < 0 or by.longer > by.time:
+        return ["a multiplier is out of its range"]
+    if lower is None and by.time:
+        return ["time is counted where no selection is said to fit"]
+    for unit, copy, _ in by.memory:
+        if not (0 <= unit < len(problem.units) and 0 <= copy < problem.units[unit].count):
+            return ["a multiplier is for no copy of a unit"]
     return []
 
 

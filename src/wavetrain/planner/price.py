@@ -9,7 +9,7 @@ third is never less than what has been chosen so far; a depth-first search prune
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from wavetrain.planner.combine import (
     Board,
+    Floats,
     Grid,
     best_shares,
     board_of,
@@ -28,6 +29,7 @@ from wavetrain.planner.combine import (
     combinations,
     grid_of,
     improved,
+    load_of_each,
     loads_at,
 )
 from wavetrain.planner.problem import (
@@ -89,13 +91,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class View:
-    """The options of a kind at some prices: the shares of a good bound, the bound, and the options it is made of."""
+    """The options of a kind at some prices: the shares of a good bound, the bound, and a likely combination."""
 
     grid: Grid
     board: Board
-    shares: tuple[float, float]
+    shares: Floats
     bound: float
-    places: npt.NDArray[np.intp]
+    margin: float
+    likely: tuple[int, Picks]
 
 
 @dataclass(frozen=True)
@@ -181,26 +184,47 @@ def _cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
         best = _cheapest_listed(kind, weights)
         found = _search_all(kind, weights, best[0] - 1 if best else None) if kind.operators else []
         return min([*found, best] if best else found)
-    best, margin = _likely_cheapest(kind, view, weights), view.board.margin
-    if view.bound - margin > best[0] - 1:
+    best = _likely_cheapest(kind, view, weights)
+    if view.bound - view.margin > best[0] - 1:
         return best
-    listed = combinations(view.grid, view.board, view.shares, best[0] - 1)
-    if listed is None:
-        return min([best, *_search_all(kind, weights, best[0] - 1)])
-    costs, places = listed
-    near = places[costs <= costs.min(initial=np.inf) + 2 * margin]
-    return min([best, *_priced_at(kind, view.grid, weights, near)])
+    # Half of the way first: far fewer combinations are within it, and mostly the best one.
+    for budget in ((view.bound + best[0]) / 2, best[0] - 1):
+        listed = combinations(view.grid, view.board, view.shares, budget)
+        if listed is None:
+            return min([best, *_search_all(kind, weights, best[0] - 1)])
+        costs, places = listed
+        if len(costs):
+            near = places[costs <= costs.min() + 2 * view.margin]
+            return min([best, *_priced_at(kind, view.grid, weights, near)])
+    return best
 
 
 def _view(kind: Kind, weights: Weights) -> View | None:
     """The unit at these prices; None where its combinations are not looked at as numbers."""
-    if kind.grid is None:
-        return None
-    if weights not in kind.views:
-        board = board_of(kind.problem, kind.unit, kind.grid, weights)
+    prepare([(kind, weights)])
+    return kind.views.get(weights)
+
+
+def prepare(wanted: Iterable[tuple[Kind, Weights]]) -> None:
+    """Work out what kinds are at these prices, those of one shape at once: far faster than one by one."""
+    shapes: dict[tuple[int, ...], list[tuple[Kind, Grid, Weights]]] = {}
+    for kind, weights in wanted:
+        if kind.grid is not None and weights not in kind.views:
+            shapes.setdefault(kind.grid.index.shape, []).append((kind, kind.grid, weights))
+    for items in shapes.values():
+        kinds, grids, weights_of = (list(column) for column in zip(*items, strict=True))
+        units, problem = [kind.unit for kind in kinds], kinds[0].problem
+        board = board_of(problem, units, grids, weights_of)
         shares = best_shares(board)
-        kind.views[weights] = View(kind.grid, board, shares, *bound_of(board, shares))
-    return kind.views[weights]
+        bounds, places = bound_of(board, shares)
+        found = load_of_each(problem, units, grids, improved(board, places))
+        margins = board.margin.tolist()
+        for index, (kind, grid, weights) in enumerate(items):
+            picks, load = found[index]
+            likely = cost_of(load, weights), picks
+            kind.views[weights] = View(
+                grid, board.of(index), shares[index], float(bounds[index]), margins[index], likely
+            )
 
 
 def _cheapest_listed(kind: Kind, weights: Weights) -> tuple[int, Picks] | None:
@@ -209,10 +233,7 @@ def _cheapest_listed(kind: Kind, weights: Weights) -> tuple[int, Picks] | None:
 
 def _likely_cheapest(kind: Kind, view: View, weights: Weights) -> tuple[int, Picks]:
     best = _cheapest_listed(kind, weights)
-    if best is not None and best[0] < view.bound - view.board.margin:
-        return best
-    found = _priced_at(kind, view.grid, weights, improved(view.board, view.places)[None])
-    return min([*found, best] if best else found)
+    return min(best, view.likely) if best else view.likely
 
 
 def _priced_at(kind: Kind, grid: Grid, weights: Weights, places: npt.NDArray[np.intp]) -> list[tuple[int, Picks]]:
@@ -234,7 +255,7 @@ def roughly_cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
     if view is None:
         return cheapest(kind, weights)
     cost, picks = _likely_cheapest(kind, view, weights)
-    return min(cost, math.floor(view.bound - view.board.margin)), picks
+    return min(cost, math.floor(view.bound - view.margin)), picks
 
 
 def within(kind: Kind, weights: Weights, budget: int) -> Loads:
@@ -243,7 +264,7 @@ def within(kind: Kind, weights: Weights, budget: int) -> Loads:
     if not kind.operators:
         return found
     view = _view(kind, weights)
-    listed = view and combinations(view.grid, view.board, view.shares, budget)
+    listed = None if view is None else combinations(view.grid, view.board, view.shares, budget)
     if view is None or listed is None:
         table = _table(kind, weights)
         every = [picks for _, picks in _search(table, _best_shares(table)[0], budget, narrowing=False)]

@@ -1,0 +1,133 @@
+"""Are published layouts among the planner's near-best? Each table's fastest layout of a workload against the search.
+
+    python validation/sensible.py TABLE.csv... [--markdown docs/sensible.md]
+
+The search is free within what the published software offers: tensor, pipeline and data parallelism, 1F1B or chunks as
+in the run, whole or sharded optimizer states, the run's own attention, precision and recomputation or any. The last
+column lets it choose anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wavetrain.plan.plan import Plan
+from wavetrain.planner.question import Pins, Question
+from wavetrain.planner.search import Answer, search
+from wavetrain.sim.predict import outline
+from wavetrain.study.rows import Inexpressible, plan_of, read_rows
+
+NEAR = 0.05
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A published layout, what the planner would run with the same means, and with any."""
+
+    row_id: str
+    workload: str
+    published: Plan
+    published_s: float
+    same: Answer
+    free: Answer
+
+    @property
+    def slower(self) -> float:
+        """Of the published layout than the planner's, by the simulator."""
+        return self.published_s / self.same.found[0].outline.step_s - 1
+
+
+def fastest(tables: list[Path]) -> dict[str, tuple[str, Plan]]:
+    """Of every workload the fastest measured layout."""
+    best: dict[str, tuple[float, str, Plan]] = {}
+    for row in (row for table in tables for row in read_rows(table)):
+        measured = row.number("measured_step_time_s")
+        if measured is None or row.text("status") not in ("", "ok"):
+            continue
+        same = ("model", "layers", "hidden", "seq", "n_gpu", "global_batch", "gpu", "precision")
+        workload = " ".join(row.text(column) for column in same)
+        try:
+            plan, _ = plan_of(row)
+        except Inexpressible:
+            continue
+        if workload not in best or measured < best[workload][0]:
+            best[workload] = (measured, row.text("row_id"), plan)
+    return {workload: (row_id, plan) for workload, (_, row_id, plan) in best.items()}
+
+
+def judged(workload: str, row_id: str, plan: Plan, timeout_s: float) -> Judged:
+    question = Question(
+        model=plan.model,
+        cluster=plan.cluster,
+        global_batch=plan.layout.global_batch,
+        seq_len=plan.seq_len,
+        stack=plan.stack,
+        precision=plan.precision,
+    )
+    layout = plan.layout
+    kinds = ("1f1b", "interleaved") if layout.schedule in ("1f1b", "interleaved") else (layout.schedule,)
+    answers = []
+    for kind in kinds if layout.pp > 1 or layout.schedule == "1f1b" else ("1f1b",):
+        pins = Pins(cp=layout.cp, schedule=kind, pp_inside=False, devices=plan.layout.num_devices)
+        family = ("megatron",) if plan.choice.shard == 1 else ()
+        answers.append(search(replace(question, pins=pins, only=family, mixed=False), time_limit_s=timeout_s))
+    same = min((a for a in answers if a.found), key=lambda a: a.found[0].cost)
+    free = search(replace(question, mixed=False), time_limit_s=timeout_s)
+    return Judged(row_id, workload, plan, outline(plan, question.laws).step_s, same, free)
+
+
+def short(plan: Plan) -> str:
+    layout = plan.layout
+    words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp") if getattr(layout, name) > 1]
+    if layout.pp > 1:
+        words.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
+        words += [f"{layout.waves} waves"] if layout.waves > 1 else []
+    words.append(f"mb {layout.microbatch}")
+    if plan.recompute != "none":
+        words.append(f"{plan.recompute} recompute")
+    if plan.choice.shard > 1:
+        words.append(f"shard {plan.choice.shard}")
+    return ", ".join(words)
+
+
+def line(item: Judged) -> str:
+    verdict = "near" if item.slower <= NEAR else "far"
+    free = item.published_s / item.free.found[0].outline.step_s - 1
+    cells = (
+        item.workload,
+        short(item.published),
+        short(item.same.found[0].plan),
+        f"{item.slower:+.1%}",
+        verdict,
+        f"{free:+.1%} ({short(item.free.found[0].plan)})",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--timeout", type=float, default=20.0)
+    asked = parser.parse_args()
+    head = "| workload | published | planner, same means | published slower by | | planner, any means: published slower by |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    near = total = 0
+    for workload, (row_id, plan) in fastest(asked.tables).items():
+        item = judged(workload, row_id, plan, asked.timeout)
+        total, near = total + 1, near + (item.slower <= NEAR)
+        lines.append(line(item))
+        print(lines[-1], flush=True)
+    said = f"{near} of {total} published layouts are within {NEAR:.0%} of the planner's by the simulator."
+    print(said)
+    if asked.markdown:
+        command = "`python validation/sensible.py " + " ".join(map(str, asked.tables)) + "`"
+        text = "\n".join([f"# Published layouts and the planner's\n\n{said} Made by {command}.\n", *lines, ""])
+        asked.markdown.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
