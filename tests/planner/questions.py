@@ -21,21 +21,11 @@ from wavetrain.plan.cut import balanced_cut, even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.plan.stack import Precision
-from wavetrain.planner.bounds import (
-    BELOW,
-    degree_bounds,
-    least_bytes,
-    option_bounds,
-    order_bound,
-    order_bytes,
-    placed_bound,
-    price,
-    schedule,
-    stage_seconds,
-)
+from wavetrain.planner.bounds import BELOW, degree_bounds, least_bytes, option_bounds, price, schedule
 from wavetrain.planner.question import Question
 from wavetrain.planner.search import Candidate, cuts, placed
 from wavetrain.planner.space import degrees, options
+from wavetrain.planner.waits import order_bound, order_bytes, placed_bound, stage_seconds
 from wavetrain.sim.estimate import estimate
 from wavetrain.sim.gather import gather
 

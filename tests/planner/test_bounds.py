@@ -18,10 +18,11 @@ from questions import CLUSTERS, MODELS, bounded, listed, question_of, random_que
 from wavetrain.cluster import load_cluster
 from wavetrain.cluster.cluster import Cluster
 from wavetrain.plan.stack import AttentionImpl, Fusion, Stack
-from wavetrain.planner.bounds import closed_form, degree_bounds, known_microbatches, price, schedule, warm_ups
+from wavetrain.planner.bounds import closed_form, degree_bounds, price, schedule
 from wavetrain.planner.question import Pins
 from wavetrain.planner.search import placed
 from wavetrain.planner.space import degrees, options, orders
+from wavetrain.planner.waits import known_microbatches, warm_ups
 from wavetrain.schedule.schedules import Shape
 from wavetrain.sim.predict import drawn_up, outline
 

@@ -8,33 +8,30 @@ of its operators together (a bundle: one collective each way), or each operator 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wavetrain.cost.compute import stream_seconds
 from wavetrain.cost.kernels import Split
 from wavetrain.cost.layers import local_parameters
 from wavetrain.cost.memory import Unit as Held
-from wavetrain.cost.memory import state_bytes
 from wavetrain.model.limits import divisors
 from wavetrain.model.operator import Operator, slice_counts
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import EVERY, OperatorChoice, Plan
 from wavetrain.planner.problem import MILLION, Option, Problem, Selection, Unit
 from wavetrain.planner.question import Question
+from wavetrain.planner.rates import Rates, first_row
 from wavetrain.planner.space import node_group
 from wavetrain.sim.batch import Batch, Sharded
 from wavetrain.sim.estimate import (
     Estimate,
-    copies_seconds,
     estimate,
     part_seconds,
     rank_parameters,
-    rank_reduction_seconds,
     straggling,
 )
 from wavetrain.sim.gather import gather
@@ -46,13 +43,6 @@ PICO = 1e12
 SLICES = (2, 4, 8)
 WORTH = 0.01  # of a block's parameters: operators with fewer, norms and such, are not sharded by themselves
 MODES = (Recompute.NONE, Recompute.FULL)
-
-
-@dataclass(frozen=True)
-class Together:
-    """A choice for all operators of a block."""
-
-    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -68,42 +58,6 @@ class Instance:
 
     def step_s(self, time: int) -> float:
         return time / MILLION / PICO * self.slower
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """What a parameter costs where it lies, linear in parameters."""
-
-    question: Question
-    batch: Batch
-    every: float  # parameters of the rank
-
-    def optimizer_s(self, choice: Choice) -> float:
-        """Once per step, of one parameter."""
-        laws, batch = self.question.laws, self.batch
-        ways = float(batch.data_ranks[0]) if batch.shard_optimizer[0] and choice.shard == 1 else float(choice.shard)
-        return float(stream_seconds(laws.optimizer_bytes / ways, batch.device))
-
-    def reduction_s(self, choice: Choice) -> tuple[float, float]:
-        """Summing its gradient beside the backward, and what is collected after the step."""
-        every = np.array([self.every])
-        shown = self.question.laws.gradient_exposed if self.batch.stack.gradient_overlap else 1.0
-        if choice.shard == 1:
-            reduce_s, gather_s = rank_reduction_seconds(self.batch, every)
-            return float(reduce_s[0]) / self.every, shown * float(gather_s[0]) / self.every
-        group = np.array([[float(choice.shard)]])
-        return float(copies_seconds(self.batch, every[:, None], group)[0, 0]) / self.every, 0.0
-
-    def state_bytes(self, choice: Choice) -> float:
-        """All through the step, what is kept gathered left out."""
-        one, none = np.ones(1), np.zeros(1)
-        ways = np.where(self.batch.shard_optimizer, self.batch.data_ranks, 1.0)
-        precision = self.batch.precision
-        if choice.shard == 1:
-            return float(sum(part[0] for part in state_bytes(one, none, precision, ways)))
-        parts = state_bytes(none, one / choice.shard, precision, ways)
-        accumulated = precision.gradients.num_bytes / choice.shard if self.batch.microbatches[0] > 1 else 0.0
-        return float(sum(part[0] for part in parts)) + accumulated
 
 
 def instance(question: Question, layout: Layout, end_shard: int) -> Instance:
@@ -156,10 +110,10 @@ class _Builder:
     together: tuple[Choice, ...]
     batch: Batch
     found: Estimate
-    rates: _Rates = field(init=False)
+    rates: Rates = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rates = _Rates(self.question, _first_row(self.batch), float(rank_parameters(self.batch)[0]))
+        self.rates = Rates(self.question, first_row(self.batch), float(rank_parameters(self.batch)[0]))
         self.grown = 1 + self.question.laws.fragmentation
         self.once = float(self.batch.microbatches[0]) <= 1
         self.ways = block_ways(self.batch, self.question.laws)
@@ -459,14 +413,6 @@ def _places(names: Sequence[str]) -> Iterator[tuple[str, bool, bool]]:
     """Every block with whether it is next to the embedding or the head."""
     for number, name in enumerate(names):
         yield name, number == 0, number == len(names) - 1
-
-
-def _first_row(batch: Batch) -> Batch:
-    """The batch of the first plan alone, for what does not depend on choices."""
-    values: dict[str, Any] = {item.name: getattr(batch, item.name) for item in fields(batch)}
-    cut: dict[str, Any] = {name: value[:1] for name, value in values.items() if isinstance(value, np.ndarray)}
-    parts = [Sharded(*(getattr(part, item.name)[:1] for item in fields(part))) for part in batch.sharded]
-    return replace(batch, **cut, sharded=parts)
 
 
 class _End(NamedTuple):

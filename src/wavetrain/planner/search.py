@@ -29,12 +29,8 @@ from wavetrain.planner.bounds import (
     least_bytes,
     mixture_bound,
     option_bounds,
-    order_bound,
-    order_bytes,
-    placed_bound,
     price,
     schedule,
-    stage_seconds,
 )
 from wavetrain.planner.choose import choose
 from wavetrain.planner.leaves import Certificate
@@ -51,6 +47,7 @@ from wavetrain.planner.space import (
     options,
     orders,
 )
+from wavetrain.planner.waits import order_bound, order_bytes, placed_bound, stage_seconds
 from wavetrain.schedule.placement import Placement
 from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.sim.predict import Outline, outline
@@ -195,7 +192,7 @@ def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
         state.drain()
         state.mix()
     except KeyboardInterrupt:
-        state.lower = min(state.lower, float(bounds[ranking[0]]))  # what was found so far, with what is proven of it
+        state.lower = min(state.lower, float(bounds.min(initial=np.inf)))  # what is proven of what was found so far
     return state.answer(space_size(question, known), time.perf_counter() - started)
 
 
@@ -372,7 +369,7 @@ class _State:
         found = Found(cost, plan, seen, inner)
         if cost < float("inf"):
             insort(self.found, found, key=lambda item: item.cost)
-        elif self.least_bad is None or seen.needed_bytes < self.least_bad.outline.needed_bytes:
+        elif not fits and (self.least_bad is None or seen.needed_bytes < self.least_bad.outline.needed_bytes):
             self.least_bad = found
 
     def answer(self, space: int, search_s: float) -> Answer:
@@ -397,7 +394,7 @@ def space_size(question: Question, known: Degrees) -> int:
     total, blocks = 0, question.model.num_blocks
     columns = (known.tp, known.cp, known.pp, known.dp, known.microbatches)
     for tp, cp, pp, dp, microbatches in zip(*(column.tolist() for column in columns), strict=True):
-        number = len(orders(pp, microbatches, blocks, question.pins))
+        number = len(orders(pp, microbatches, blocks, question.pins, waves=question.only == ("wave",)))
         total += num_options(question, tp, cp, pp, dp) * number * (2 if pp > 1 else 1)
     return total
 
