@@ -187,6 +187,7 @@ class Priced:
     last_bytes: Floats  # head
     copy_bytes: Floats  # the part of a tied head's states that it shares with the embedding on the same rank
     other_bytes: Floats  # buffers, and what a device needs beside its tensors
+    logit_bytes: Floats  # beside all activations of a rank that has every block
 
     def take(self, rows: Numbers) -> Priced:
         return Priced(*(getattr(self, item.name)[rows] for item in fields(self)))
@@ -261,13 +262,15 @@ def _bytes(question: Question, batch: Batch) -> dict[str, Floats]:
         "last_bytes": np.stack([last, grown * saved.head], axis=1),
         "copy_bytes": last - folded,
         "other_bytes": buffers + reserve_bytes(no[0], laws),
+        "logit_bytes": grown * saved.logits,
     }
 
 
 def least_bytes(question: Question, pp: Numbers, priced: Priced) -> Floats:
     """What the fullest rank holds at least, whatever the schedule and the cut: states; on a single rank activations."""
     blocks = question.model.num_blocks
-    whole = blocks * (priced.state_bytes + priced.saved_bytes) + (priced.first_bytes + priced.last_bytes).sum(axis=1)
+    ends = (priced.first_bytes + priced.last_bytes).sum(axis=1) + priced.logit_bytes
+    whole = blocks * (priced.state_bytes + priced.saved_bytes) + ends
     part = np.ceil(blocks / pp) * priced.state_bytes
     return np.asarray(np.where(pp == 1, whole, part) + priced.other_bytes)
 
@@ -297,6 +300,7 @@ def mixture_bound(question: Question, microbatches: int, priced: Priced, options
     ends = (priced.first_s + priced.last_s).sum(axis=1).min()
     states, saved = blocks * priced.state_bytes, blocks * priced.saved_bytes
     held = (priced.first_bytes + priced.last_bytes).sum(axis=1).min() + priced.other_bytes.min()
+    held += priced.logit_bytes.min()
     price = PRICES[:, None]
     total = (linear + price * states).min(axis=1) + (again + price * saved).min(axis=1)
     dual = total + PRICES * (held - question.capacity_bytes)

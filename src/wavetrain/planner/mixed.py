@@ -358,6 +358,7 @@ class _Builder:
             backward_s=scatter_s + (0.0 if choice.keep else gather_s),
             saved=kept if self.once else 0.0,
             left=self.grown * shard,
+            beside=self.grown * shard if place[0] else 0.0,  # its shards are there when the embedding's turn comes
             own=self.grown * own,
         )
 
@@ -405,6 +406,7 @@ class _Builder:
             held=_bytes(number * self.rates.state_bytes(choice) + copies * kept),
             saved=_bytes(rest["saved"]),
             left=_bytes(rest["left"]),
+            beside=_bytes(rest.get("beside", 0.0)),
             own=_bytes(own),
         )
 
