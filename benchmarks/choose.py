@@ -9,6 +9,7 @@ import csv
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,17 @@ def blocks_problem(count: int = 80, width: int = 8192) -> Problem:
     return limited((ends, block(sizes, count=count), ends))
 
 
+def bundled(problem: Problem) -> Problem:
+    """The same with nothing but bundles where there are any."""
+    units = (replace(unit, operators=() if unit.bundles else unit.operators) for unit in problem.units)
+    return replace(problem, units=tuple(units))
+
+
+def hidden(problem: Problem) -> Problem:
+    """The same with so much backward that every reduction hides behind it."""
+    return replace(problem, units=tuple(replace(unit, backward=20 * unit.backward) for unit in problem.units))
+
+
 def many_problem(units: int, operators: int, *, seed: int = 0) -> Problem:
     """Units that all differ."""
     draw = random.Random(seed)
@@ -139,7 +151,7 @@ def report(name: str, problem: Problem, repeats: int = 1, time_limit_s: float | 
     assert not reasons, reasons
     gap = "proven best" if found.gap == 0 else f"gap {float(found.gap or 0):.1e}"
     cases = len(found.certificate.cases)
-    print(f"{name}: {1000 * seconds:,.0f} ms, {gap}, {cases} cases, checked in {1000 * checked:,.0f} ms")
+    print(f"{name}: {1000 * seconds:,.1f} ms, {gap}, {cases} cases, checked in {1000 * checked:,.0f} ms")
 
 
 def osdp_rows(hidden: int, batch: int) -> tuple[list[float], list[int]]:
@@ -185,7 +197,11 @@ def against_osdp() -> None:
 
 def main() -> None:
     for count in (32, 80, 126):
-        report(f"embedding, {count} equal blocks, head", blocks_problem(count), repeats=10)
+        problem = blocks_problem(count)
+        report(f"embedding, {count} equal blocks, head", problem, repeats=10)
+        report("  with bundles only", bundled(problem), repeats=10)
+        report("  with no limit to speak of", replace(problem, limit=20 * problem.limit), repeats=10)
+        report("  nor reduction that shows", hidden(replace(problem, limit=20 * problem.limit)), repeats=10)
     report("125 units of 8 operators, all different", many_problem(125, 8), time_limit_s=8.0)
     report("1,000 units of one operator, all different", many_problem(1000, 1), time_limit_s=8.0)
     if "--fast" not in sys.argv:

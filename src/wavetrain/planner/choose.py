@@ -47,8 +47,8 @@ from wavetrain.planner.problem import (
 
 LEAN = Weights(held=1, saved=1, left=1, running=1)
 FEW = 60  # choices among which cases find a better selection as fast
-MOST_SEEDS = 5  # prices to begin with; the program finds the rest
-ENOUGH = 64  # the part of what is between bound and best selection that is not worth another program
+MOST_SEEDS = 8  # prices to begin with; the program finds the rest
+ENOUGH = 200  # the part of what is between bound and best selection that is not worth another program
 MOST_ROUNDS = 200  # of adding choices; each adds at least one, so that it is never reached in practice
 
 
@@ -91,7 +91,8 @@ def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
     assert search.best is not None
     choices = _initial(search, (search.best, lean, *(free.selection for free in frees)))
     if any(kind.operators for kind in search.kinds):
-        for free in frees:
+        over = [free for free in frees if peak(problem, free.selection) > problem.limit]
+        for free in over[:1]:
             _seed(search, choices, search.memory[-1], free, lean)
     return _prove(search, _priced(search, choices, fit=False), choices)
 

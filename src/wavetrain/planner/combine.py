@@ -20,7 +20,6 @@ Ints = npt.NDArray[np.intp]
 
 MARGIN = 2.0**-44  # of the sum of all magnitudes; a sum of a few dozen products is off by less than 2**-47 of it
 FINER = 4  # grids of shares, each twice as fine as the one before, to find where the bound is highest
-MOST = 100_000  # combinations to go on with at a time
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class _Partial:
     place: Ints
 
 
-def combinations(grid: Grid, board: Board, shares: Floats, budget: float) -> tuple[Floats, Ints] | None:
+def combinations(grid: Grid, board: Board, shares: Floats, budget: float, most: int) -> tuple[Floats, Ints] | None:
     """Cost and options of every combination within the budget, of twins in one order; None where they are too many."""
     terms = board.terms
     values = terms[0] + shares[0] * terms[1] + shares[1] * terms[2]
@@ -182,7 +181,7 @@ def combinations(grid: Grid, board: Board, shares: Floats, budget: float) -> tup
         true = ahead[0] + np.maximum(ahead[1], 0) + np.maximum(ahead[2], 0) + largest
         kept = true <= top
         parents, place = parents[kept], place[kept]
-        if len(parents) > MOST:
+        if len(parents) > most:
             return None
         if not len(parents):
             return np.zeros(0), np.zeros((0, len(order)), dtype=np.intp)

@@ -48,6 +48,7 @@ from wavetrain.planner.problem import (
 GRID = 256  # shares of the bound are multiples of 1 / GRID: any are valid, finer ones prune little more
 HANDFUL = 12  # points that are compared faster one by one
 FEW = 200  # combinations that are listed at once rather than searched
+MOST = 100_000  # that are listed at all; one after the other they need no room
 
 Loads = dict[Picks, Load]
 
@@ -187,16 +188,16 @@ def _cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
     best = _likely_cheapest(kind, view, weights)
     if view.bound - view.margin > best[0] - 1:
         return best
-    # Half of the way first: far fewer combinations are within it, and mostly the best one.
-    for budget in ((view.bound + best[0]) / 2, best[0] - 1):
-        listed = combinations(view.grid, view.board, view.shares, budget)
-        if listed is None:
-            return min([best, *_search_all(kind, weights, best[0] - 1)])
-        costs, places = listed
-        if len(costs):
+    # Where they are many, half of the way first: far fewer combinations are within it, and mostly the best one.
+    for budget, most in ((best[0] - 1, FEW), ((view.bound + best[0]) / 2, MOST), (best[0] - 1, MOST)):
+        listed = combinations(view.grid, view.board, view.shares, budget, most)
+        if listed is not None and len(listed[0]):
+            costs, places = listed
             near = places[costs <= costs.min() + 2 * view.margin]
             return min([best, *_priced_at(kind, view.grid, weights, near)])
-    return best
+        if listed is not None and budget == best[0] - 1:
+            return best
+    return min([best, *_search_all(kind, weights, best[0] - 1)])
 
 
 def _view(kind: Kind, weights: Weights) -> View | None:
@@ -264,7 +265,7 @@ def within(kind: Kind, weights: Weights, budget: int) -> Loads:
     if not kind.operators:
         return found
     view = _view(kind, weights)
-    listed = None if view is None else combinations(view.grid, view.board, view.shares, budget)
+    listed = None if view is None else combinations(view.grid, view.board, view.shares, budget, MOST)
     if view is None or listed is None:
         table = _table(kind, weights)
         every = [picks for _, picks in _search(table, _best_shares(table)[0], budget, narrowing=False)]

@@ -51,6 +51,7 @@ from wavetrain.planner.waits import order_bound, order_bytes, placed_bound, stag
 from wavetrain.schedule.placement import Placement
 from wavetrain.schedule.schedules import SCHEDULES, Shape
 from wavetrain.sim.predict import Outline, outline
+from wavetrain.sim.sweep import distinct
 
 Floats = NDArray[np.float64]
 Numbers = NDArray[np.intp]
@@ -232,7 +233,9 @@ class Expansion:
         shape = tuple(int(getattr(self.known, item.name)[at]) for item in fields(self.known))
         chosen = tuple(int(getattr(self.options, item.name)[option]) for item in fields(self.options)[1:])
         pp, microbatches, blocks = shape[2], shape[5], question.model.num_blocks
-        ends = [float(part[option].sum() / priced.block_s[option]) for part in (priced.first_s, priced.last_s)]
+        ends = [
+            round(float(part[option].sum() / priced.block_s[option]), 1) for part in (priced.first_s, priced.last_s)
+        ]
         tail_s, slower, devices = float(priced.tail_s[option]), float(priced.slower[option]), int(self.devices[row])
         for cut in cuts(blocks, pp, order, *ends):
             ranks = placed(order.name, pp, order.chunks, order.waves).ranks
@@ -391,12 +394,14 @@ def pareto(found: tuple[Found, ...]) -> tuple[Found, ...]:
 
 def space_size(question: Question, known: Degrees) -> int:
     """Plans of the space: degrees times options times schedules times cuts; mixtures are counted by layout."""
-    total, blocks = 0, question.model.num_blocks
-    columns = (known.tp, known.cp, known.pp, known.dp, known.microbatches)
-    for tp, cp, pp, dp, microbatches in zip(*(column.tolist() for column in columns), strict=True):
-        number = len(orders(pp, microbatches, blocks, question.pins, waves=question.only == ("wave",)))
-        total += num_options(question, tp, cp, pp, dp) * number * (2 if pp > 1 else 1)
-    return total
+    waves, blocks = question.only == ("wave",), question.model.num_blocks
+    shapes, shape = distinct(known.pp, known.microbatches)
+    per_shape = [
+        len(orders(pp, m, blocks, question.pins, waves=waves)) * (2 if pp > 1 else 1) for pp, m in shapes.tolist()
+    ]
+    keys, key = distinct(known.tp, known.cp, known.pp, known.dp)
+    per_key = [num_options(question, *map(int, row)) for row in keys]
+    return int((np.array(per_shape, dtype=np.int64)[shape] * np.array(per_key, dtype=np.int64)[key]).sum())
 
 
 def end_groups(question: Question, layout: Layout) -> list[int]:
@@ -407,7 +412,7 @@ def end_groups(question: Question, layout: Layout) -> list[int]:
 
 @lru_cache(maxsize=100_000)
 def cuts(blocks: int, pp: int, order: Order, first: float, last: float) -> tuple[tuple[int, ...], ...]:
-    """The cuts that are tried: even, and balanced with embedding and head counted."""
+    """The cuts that are tried: even, and balanced with embedding and head counted, to a tenth of a block."""
     placement = placed(order.name, pp, order.chunks, order.waves)
     found = [even_cut(blocks, placement.depth), balanced_cut(blocks, placement.ranks, first=first, last=last)]
     return tuple(dict.fromkeys(cut for cut in found if cut and all(cut[1:-1])))

@@ -23,7 +23,7 @@ Numbers = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 MOST_CP = 64
-MOST_MICROBATCH = 64
+MOST_MICROBATCH = 1024
 MOST_PER_RANK = 8  # stages of a rank
 RECOMPUTES = ("none", "selective", "full")
 
