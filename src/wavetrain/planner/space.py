@@ -17,7 +17,7 @@ from wavetrain.model.operator import Attention, Experts
 from wavetrain.planner.question import KINDS, Pins, Question
 from wavetrain.schedule.schedules import SCHEDULES
 from wavetrain.sim.estimate import SCHEDULE_KINDS
-from wavetrain.sim.predict import GREEDY, MOST_CELLS, MOST_GREEDY_CELLS
+from wavetrain.sim.predict import GREEDY
 
 Numbers = NDArray[np.intp]
 Flags = NDArray[np.bool_]
@@ -25,6 +25,8 @@ Flags = NDArray[np.bool_]
 MOST_CP = 64
 MOST_MICROBATCH = 1024
 MOST_PER_RANK = 8  # stages of a rank
+MOST_PLAYED_CELLS = 100_000  # stages times microbatches: longer steps are simulated, but not searched
+MOST_DRAWN_CELLS = 8_192  # the same where orders look at times; with more microbatches there is no bubble left to fill
 RECOMPUTES = ("none", "selective", "full")
 
 
@@ -273,7 +275,7 @@ def orders(pp: int, microbatches: int, blocks: int, pins: Pins, *, waves: bool =
     """The schedules, or those in waves only, that pp ranks and so many microbatches may run."""
     if pp == 1:
         legal = pins.schedule in (None, "1f1b") and pins.waves in (None, 1) and pins.chunks in (None, 1)
-        return (ONE_RANK,) if legal and microbatches <= MOST_CELLS else ()
+        return (ONE_RANK,) if legal and microbatches <= MOST_PLAYED_CELLS else ()
     found = []
     for name in KINDS:
         schedule = SCHEDULES[name]
@@ -301,5 +303,5 @@ def _is_legal(order: Order, pp: int, microbatches: int, blocks: int, pins: Pins)
     stages = pp * order.per_rank
     cells = stages * microbatches
     fits = order.per_rank <= MOST_PER_RANK and stages <= blocks + 2
-    played = cells <= (MOST_GREEDY_CELLS if order.name in GREEDY else MOST_CELLS)
+    played = cells <= (MOST_DRAWN_CELLS if order.name in GREEDY else MOST_PLAYED_CELLS)
     return fits and played and pins.waves in (None, order.waves) and pins.chunks in (None, order.chunks)

@@ -114,12 +114,15 @@ def _placed(name: str, pp: int, chunks: int, waves: int) -> WarmUp:
 
 
 def known_microbatches(order: Order, pp: int, microbatches: int) -> int:
-    """Microbatches that show all that an order does before it repeats itself; orders that look at times may not.
+    """Microbatches that show all that an order does before it repeats itself.
 
     Orders go by units of pp microbatches, or a little more where they do not come out even, the longer ones first.
+    Those that look at times do the same, however many microbatches are still to come, until all are on their way.
     """
     units = microbatches // pp
-    if order.name in GREEDY or units <= 3:
+    if order.name in GREEDY:
+        return min(microbatches, 4 * pp)
+    if units <= 3:
         return microbatches
     size, longer = divmod(microbatches, units)
     return 3 * size + min(3, longer)
@@ -170,16 +173,17 @@ class WarmUp:
 def warm_ups(name: str, pp: int, microbatches: int, chunks: int, waves: int) -> tuple[WarmUp, ...]:
     """What the orders of a schedule do and hold; with many microbatches the same as with some."""
     shape = Shape(pp, microbatches, chunks=chunks, waves=waves)
-    return tuple(_warm_up(actions) for actions in drawn_up(name, shape))
+    return tuple(_warm_up(actions, greedy=name in GREEDY) for actions in drawn_up(name, shape))
 
 
-def _warm_up(order: Actions) -> WarmUp:
+def _warm_up(order: Actions, *, greedy: bool) -> WarmUp:
     placement = order.placement
     first, last = (np.array([pick(stages) for stages in placement.local]) for pick in (min, max))
     forwards = np.zeros((order.num_ranks, placement.num_stages))
     found: set[tuple[int, tuple[int, ...]]] = set()
     for rank, actions in enumerate(order.ranks):
-        found |= {(rank, moment) for moment in _fullest(actions, placement.num_stages)}
+        until = order.num_microbatches - order.num_ranks - 1 if greedy else order.num_microbatches
+        found |= {(rank, moment) for moment in _fullest(actions, placement.num_stages, until)}
         for action in actions:
             if action.kind in (Kind.B, Kind.I):
                 break
@@ -189,11 +193,18 @@ def _warm_up(order: Actions) -> WarmUp:
     return WarmUp(placement.ranks, first, last, forwards, alive, owner)
 
 
-def _fullest(actions: Sequence[Action], num_stages: int) -> set[tuple[int, ...]]:
-    """What the stages of a rank hold whenever a forward is followed by something that frees."""
+def _fullest(actions: Sequence[Action], num_stages: int, until: int) -> set[tuple[int, ...]]:
+    """What the stages of a rank hold whenever a forward is followed by something that frees.
+
+    Only what comes before a microbatch: of an order that looks at times, while there are more behind it than ranks, so
+    that it can't know yet how many there are.
+    """
     held, found, grew = [0] * num_stages, set[tuple[int, ...]](), False
     ends = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
-    for stage, kind, _ in actions:
+    for stage, kind, microbatch in actions:
+        if (microbatch or 0) >= max(until, 1):
+            found.add(tuple(held))
+            break
         if kind is Kind.F:
             held[stage] += 1
             grew = True
