@@ -58,7 +58,7 @@ def drawn(problem, rng):
 def test_a_selection_takes_what_the_simulator_says_and_holds_no_less(case):
     name, blocks, cluster, layout, end_shard = case
     question = asked(model_of(name, blocks), cluster, batch=layout["global_batch"])
-    made = instance(question, Layout(**layout), end_shard)
+    made = instance(question, Layout(**layout), end_shard, sliced=True)
     rng = random.Random(7)
     for _ in range(15):
         selection = drawn(made.problem, rng)
@@ -114,8 +114,8 @@ def test_splitting_makes_a_plan_feasible_that_is_not_without():
     pins = Pins(tp=1, cp=1, pp=1, microbatch=1)
     question = asked(wide, "dgx-a100:8", batch=64, seq_len=128, pins=pins)
     layout = Layout(global_batch=64, dp=64)
-    made = instance(question, layout, 64)
-    whole = replace(made.problem, units=tuple(unsliced(unit) for unit in made.problem.units))
+    made = instance(question, layout, 64, sliced=True)
+    whole = instance(question, layout, 64).problem
     least = {
         "sliced": choose(replace(made.problem, limit=0)).tightest,
         "whole": choose(replace(whole, limit=0)).tightest,
@@ -127,8 +127,3 @@ def test_splitting_makes_a_plan_feasible_that_is_not_without():
     plan = plan_of(made, chosen.selection)
     assert any(item.choice.slices > 1 for item in plan.choices)
     assert outline(plan, question.laws).needed_bytes <= limit
-
-
-def unsliced(unit):
-    kept = tuple(tuple(o for o in options if "slices" not in o.label) for options in unit.operators)
-    return replace(unit, operators=kept)

@@ -68,7 +68,8 @@ def _question(question: Question) -> Json:
 def _inner(found: Found) -> Json | None:
     if found.inner is None:
         return None
-    return {"end_shard": found.inner.end_shard, "proof": leaves.to_json(found.inner.certificate)}
+    inner = found.inner
+    return {"end_shard": inner.end_shard, "sliced": inner.sliced, "proof": leaves.to_json(inner.certificate)}
 
 
 def digest(plan: Plan, made: Json) -> str:
@@ -142,7 +143,7 @@ def _inner_reasons(question: Question, plan: Plan, made: Json) -> Iterator[str]:
         if plan.choices:
             yield "the plan chooses operators one by one, but the certificate has no proof of it"
         return
-    drawn = instance(question, plan.layout, inner["end_shard"])
+    drawn = instance(question, plan.layout, inner["end_shard"], sliced=inner["sliced"])
     proof = leaves.from_json(inner["proof"])
     yield from (f"inner problem: {reason}" for reason in leaves.verify(drawn.problem, proof))
     if proof.selection is None or mixed_plan(drawn, proof.selection) != plan:

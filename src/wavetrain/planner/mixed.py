@@ -60,13 +60,16 @@ class Instance:
         return time / MILLION / PICO * self.slower
 
 
-def instance(question: Question, layout: Layout, end_shard: int) -> Instance:
-    """The inner problem of a layout: how embedding and head are cut is given, how blocks are is to be found."""
+def instance(question: Question, layout: Layout, end_shard: int, *, sliced: bool = False) -> Instance:
+    """The inner problem of a layout: how embedding and head are cut is given, how blocks are is to be found.
+
+    Operators may be split into slices where that is asked for: it costs time and is for what does not fit without.
+    """
     base = _base(question, layout, end_shard)
     together = tuple(_together(layout))
     batch = gather([_uniform(base, choice) for choice in together])
     found = estimate(batch, question.laws)
-    made = _Builder(question, base, together, batch, found)
+    made = _Builder(question, base, together, batch, found, sliced)
     return made.instance()
 
 
@@ -110,6 +113,7 @@ class _Builder:
     together: tuple[Choice, ...]
     batch: Batch
     found: Estimate
+    slices: bool
     rates: Rates = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,7 +267,7 @@ class _Builder:
         for operator, number in zip(operators, numbers, strict=True):
             if layout.dp == 1 or number < WORTH * sum(numbers):
                 continue
-            sliced = [k for k in SLICES if k in slice_counts(operator)]
+            sliced = [k for k in SLICES if k in slice_counts(operator)] if self.slices else []
             choices = [Choice()]
             for group in sorted({node, layout.dp} - {1}):
                 choices += [Choice(group, keep=True), Choice(group), *(Choice(group, slices=k) for k in sliced)]

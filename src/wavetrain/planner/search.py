@@ -58,7 +58,7 @@ Numbers = NDArray[np.intp]
 
 CHUNK = 128  # degrees that are expanded together
 LOOKED_AT = 4096  # schedules of each that the closed form looks at
-MOST_SOLVE_S = 2.0  # of one inner problem
+MOST_SOLVE_S = 10.0  # of one inner problem
 MIXTURES = 6  # inner problems of a layout: optimizer states cut or not, three ways to cut the ends
 TIE = 1 - 1e-8  # plans that are nearer to each other are equally good
 TRIED = 4  # candidates of each that are simulated at once, for a good plan to compare with
@@ -118,6 +118,7 @@ class Inner:
 
     layout: Layout
     end_shard: int
+    sliced: bool
     certificate: Certificate
 
 
@@ -254,7 +255,7 @@ class _State:
 
     def __init__(self, question: Question, until: float) -> None:
         self.question, self.until = question, until
-        self.evaluated, self.solved, self.lower = 0, 0, float("inf")
+        self.evaluated, self.lower = 0, float("inf")
         self.waiting: list[tuple[float, int, int]] = []  # cost at least, number of an expansion, row in it
         self.expansions: list[Expansion] = []
         self.mixtures: list[tuple[float, float, Layout]] = []
@@ -329,11 +330,14 @@ class _State:
                     self._solve(replace(layout, shard_optimizer=zero1), group)
 
     def _solve(self, layout: Layout, end_shard: int) -> None:
-        made = instance(self.question, layout, end_shard)
-        chosen = choose(made.problem, time_limit_s=max(0.0, min(self.until - time.perf_counter(), MOST_SOLVE_S)))
-        self.solved += 1
+        """One inner problem; in slices only if nothing fits without."""
+        for sliced in (False, True):
+            made = instance(self.question, layout, end_shard, sliced=sliced)
+            chosen = choose(made.problem, time_limit_s=max(0.0, min(self.until - time.perf_counter(), MOST_SOLVE_S)))
+            if chosen.lower is not None:
+                break
         if chosen.selection is not None:
-            self.add(plan_of(made, chosen.selection), Inner(layout, end_shard, chosen.certificate))
+            self.add(plan_of(made, chosen.selection), Inner(layout, end_shard, sliced, chosen.certificate))
         if chosen.lower is not None and chosen.gap != 0:
             bound = made.step_s(chosen.lower)
             self.lower = min(self.lower, float(self.question.cost(bound, layout.num_devices)))
