@@ -50,7 +50,7 @@ def write_plan(plan: Plan, **beside: Any) -> str:
         raise ValueError(f"a plan file has no place for {', '.join(sorted(unknown))}")
     data = encode(plan, schema=SCHEMA)
     long = {key: data.pop(key) for key in LONG}
-    return dumps(_canonical(data | {key: beside[key] for key in BESIDE if key in beside} | long))
+    return dumps(canonical(data | {key: beside[key] for key in BESIDE if key in beside} | long))
 
 
 def locate(node: Node, key: str) -> Node:
@@ -79,11 +79,12 @@ def _without_beside(node: Node) -> tuple[Node, list[Problem]]:
     return replace(node, value={key: item for key, item in node.value.items() if key not in beside}), wrong
 
 
-def _canonical(value: Any) -> Any:
+def canonical(value: Any) -> Any:
+    """Data as it is written: numbers that are whole are whole."""
     if isinstance(value, dict):
-        return {key: _canonical(item) for key, item in value.items()}
+        return {key: canonical(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_canonical(item) for item in value]
+        return [canonical(item) for item in value]
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
         return int(value)
     return value

@@ -17,7 +17,7 @@ from wavetrain.cluster.cluster import Cluster, Group
 from wavetrain.cost.laws import load_laws
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
-from wavetrain.plan.read import write_plan
+from wavetrain.plan.read import canonical, write_plan
 from wavetrain.planner import leaves
 from wavetrain.planner.mixed import instance
 from wavetrain.planner.mixed import plan_of as mixed_plan
@@ -75,7 +75,7 @@ def _inner(found: Found) -> Json | None:
 def digest(plan: Plan, made: Json) -> str:
     """A fingerprint of a plan with its certificate: a change of either by accident is seen at once."""
     own = {key: value for key, value in made.items() if key != "digest"}
-    text = json.dumps(own, sort_keys=True) + write_plan(plan)
+    text = json.dumps(canonical(own), sort_keys=True) + write_plan(plan)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

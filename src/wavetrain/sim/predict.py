@@ -201,6 +201,7 @@ def _refuse_endless(plan: Plan) -> None:
 DRAWN_FOR = ((1, 1, 1), (4, 5, 3), (4, 9, 3))
 
 
+@lru_cache(maxsize=512)
 def drawn_up(schedule: str, shape: Shape) -> tuple[Actions, ...]:
     """The orders of a schedule for a shape: one, or several where it looks at times."""
     order = SCHEDULES[schedule].order
