@@ -301,6 +301,8 @@ def mixture_bound(question: Question, microbatches: int, priced: Priced, options
     states, saved = blocks * priced.state_bytes, blocks * priced.saved_bytes
     held = (priced.first_bytes + priced.last_bytes).sum(axis=1).min() + priced.other_bytes.min()
     held += priced.logit_bytes.min()
+    if states.min() + saved.min() + held > question.capacity_bytes / BELOW:
+        return float("inf")
     price = PRICES[:, None]
     total = (linear + price * states).min(axis=1) + (again + price * saved).min(axis=1)
     dual = total + PRICES * (held - question.capacity_bytes)

@@ -15,12 +15,17 @@ from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import Answer, Found, search
+from wavetrain.planner.space import degrees, options
 from wavetrain.sim.predict import Prediction, simulate
 
 SHOWN = 1e-3  # of a step: smaller changes of a term are not named
 MOST_SIDE_S = 10.0  # of one search that only explains
+FLIPS_S = 6.0  # of all searches for what would change a plan
+SCORE_S = 5.0  # of the search that a plan from elsewhere is scored against
 FINEST = 0.5  # doublings: how fine the factor of a change is sought
 LARGEST = 3  # doublings: the largest factor that is tried
+MOST_MEMORY = 1024.0  # times what a device has: beyond, a plan is not sought
+NEARLY = 1.01  # how exactly the memory that a plan needs is sought
 
 
 # --- two plans beside each other ---
@@ -86,11 +91,8 @@ def sharding_of(plan: Plan) -> str:
 
 # --- others that were nearly as good ---
 
-VARIANTS = (
-    ("fully sharded data parallel", {}, ("fsdp",)),
-    ("with tensor parallelism", {"tp": 2}, ()),
-    ("with a pipeline", {"pp": 2}, ()),
-)
+FSDP: dict[str, object] = {"tp": 1, "cp": 1, "pp": 1, "shard": "dp", "keep": False, "shard_optimizer": False}
+VARIANTS: tuple[dict[str, object], ...] = (FSDP, {"tp": 2}, {"pp": 2})
 
 
 def runner_ups(answer: Answer, *, most: int = 2, time_limit_s: float | None = None) -> list[Compared]:
@@ -98,7 +100,7 @@ def runner_ups(answer: Answer, *, most: int = 2, time_limit_s: float | None = No
     best, question = answer.found[0], answer.question
     chosen = _other_kinds(answer.rejected, [best], most)
     if len(chosen) < most:
-        asked = [narrowed(question, pins, only) for _, pins, only in VARIANTS]
+        asked = [narrowed(question, pins) for pins in VARIANTS]
         limit = min(MOST_SIDE_S, MOST_SIDE_S if time_limit_s is None else time_limit_s)
         found = [search(item, time_limit_s=limit).found for item in asked if item is not None]
         others = sorted((item[0] for item in found if item), key=lambda item: item.cost)
@@ -108,7 +110,8 @@ def runner_ups(answer: Answer, *, most: int = 2, time_limit_s: float | None = No
 
 
 def _other_kinds(found: tuple[Found, ...] | list[Found], known: list[Found], most: int) -> list[Found]:
-    seen, kept = {kind_of(item.plan) for item in known}, []
+    seen = {kind_of(item.plan) for item in known}
+    kept: list[Found] = []
     for item in found:
         if kind_of(item.plan) not in seen and len(kept) < most:
             seen.add(kind_of(item.plan))
@@ -116,13 +119,19 @@ def _other_kinds(found: tuple[Found, ...] | list[Found], known: list[Found], mos
     return kept
 
 
-def narrowed(question: Question, pins: dict[str, object], only: tuple[str, ...] = ()) -> Question | None:
-    """The question with more said; None where it says something else already. Uniform plans only: quick to search."""
+def narrowed(question: Question, pins: dict[str, object]) -> Question | None:
+    """The question with more pins; None where it says something else already. Uniform plans only: quick to search."""
     stated = {item.name: getattr(question.pins, item.name) for item in fields(Pins)}
-    if any(stated[name] not in (None, value) for name, value in pins.items()) or (only and question.only):
+    if any(stated[name] not in (None, value) for name, value in pins.items()):
         return None
-    made = Pins(**(stated | pins))
-    return replace(question, pins=made, only=only or question.only, mixed=False)
+    made = replace(question, pins=replace(question.pins, **pins), mixed=False)  # type: ignore[arg-type]
+    return None if is_empty(made) else made
+
+
+def is_empty(question: Question) -> bool:
+    """Whether no layout is legal at all, whatever it needs."""
+    known = degrees(question)
+    return not len(known) or not len(options(question, known))
 
 
 # --- decision by decision ---
@@ -201,43 +210,57 @@ def _uncut(plan: Plan, layout: Layout) -> Plan:
 def alternatives(question: Question, plan: Plan, *, time_limit_s: float = MOST_SIDE_S) -> list[Compared]:
     """The best plans of three other kinds; a kind that the plan is of is turned around."""
     layout = plan.layout
-    asked: list[tuple[str, dict[str, object], tuple[str, ...]]] = [
-        ("no tensor parallelism", {"tp": 1}, ()) if layout.tp > 1 else ("tensor parallel 2", {"tp": 2}, ()),
-        ("no pipeline", {"pp": 1}, ()) if layout.pp > 1 else ("pipelines of 2", {"pp": 2}, ()),
+    asked: list[tuple[str, dict[str, object]]] = [
+        ("no tensor parallelism", {"tp": 1}) if layout.tp > 1 else ("tensor parallel 2", {"tp": 2}),
+        ("no pipeline", {"pp": 1}) if layout.pp > 1 else ("pipelines of 2", {"pp": 2}),
     ]
     if kind_of(plan) != (False, False, False, "sharded"):
-        asked.append(("pure FSDP", {}, ("fsdp",)))
-    made = [instead(question, plan, name, pins, only, time_limit_s=time_limit_s) for name, pins, only in asked]
-    return [item for item in made if item is not None]
+        asked.append(("pure FSDP", FSDP))
+    made = [instead(question, plan, name, pins, time_limit_s=time_limit_s) for name, pins in asked]
+    return [item for item in made if item.plan is not None]
 
 
 def instead(
-    question: Question,
-    plan: Plan,
-    name: str,
-    pins: dict[str, object],
-    only: tuple[str, ...] = (),
-    *,
-    time_limit_s: float = MOST_SIDE_S,
-) -> Compared | None:
-    """The best plan under pins beside a plan; None where the question itself rules it out."""
-    asked = narrowed(question, pins, only)
+    question: Question, plan: Plan, name: str, pins: dict[str, object], *, time_limit_s: float = MOST_SIDE_S
+) -> Compared:
+    """The best plan under pins beside a plan."""
+    asked = narrowed(question, pins)
     if asked is None:
-        return None
+        return Compared(name, None)
     answer = search(asked, time_limit_s=time_limit_s)
-    other = answer.found[0] if answer.found else least_bad(asked, answer)
+    other = answer.found[0] if answer.found else least_bad(asked, answer, time_limit_s=time_limit_s)
     return compare(question, plan, other.plan, name) if other else Compared(name, None)
 
 
-def least_bad(question: Question, answer: Answer) -> Found | None:
-    """The plan that comes nearest to fitting: as the search saw it, or else with as much memory as it takes."""
-    if answer.least_bad is not None:
-        return answer.least_bad
-    for doublings in range(1, 11):
-        answer = search(with_memory(question, 2.0**doublings), time_limit_s=MOST_SIDE_S)
-        if answer.found:
-            return min(answer.found, key=lambda item: item.outline.needed_bytes)
-    return None
+def least_bad(question: Question, answer: Answer, *, time_limit_s: float = MOST_SIDE_S) -> Found | None:
+    """The plan that comes nearest to fitting: of what the search saw, and of what fits into a larger device."""
+    found = least_memory(question, time_limit_s=time_limit_s)
+    seen = [item for item in (answer.least_bad, found and found[1]) if item is not None]
+    return min(seen, key=_needed, default=None)
+
+
+def least_memory(question: Question, *, time_limit_s: float = MOST_SIDE_S) -> tuple[float, Found] | None:
+    """The least memory that some plan fits in, as a multiple of what a device has, and that plan."""
+    low, high, found = 1.0, 1.0, None
+    while found is None and high < MOST_MEMORY:
+        low, high = high, 2 * high
+        found = min(search(with_memory(question, high), time_limit_s=time_limit_s).found, key=_needed, default=None)
+    if found is None:
+        return None
+    high = max(low, _needed(found) / question.capacity_bytes)
+    while high / low > NEARLY:
+        middle = math.sqrt(low * high)
+        fitting = search(with_memory(question, middle), time_limit_s=time_limit_s).found
+        if fitting:
+            found = min(fitting, key=_needed)
+            high = max(low, _needed(found) / question.capacity_bytes)
+        else:
+            low = middle
+    return high, found
+
+
+def _needed(found: Found) -> float:
+    return found.outline.needed_bytes
 
 
 # --- what would change it ---
@@ -252,6 +275,7 @@ class Flip:
     tried: float  # the largest factor, or the smallest
     words: str = ""  # what differs then
     plan: Plan | None = None
+    is_known: bool = True  # False: there was no time to look, or to look whether less is enough
 
 
 def with_links(question: Question, factor: float) -> Question:
@@ -298,28 +322,27 @@ def changes(question: Question) -> dict[str, tuple[Change, float]]:
     return {
         links: (with_links, FINEST),
         "memory": (with_memory, FINEST),
-        "batch": (with_batch, 1.0),
         "seq_len": (with_length, 1.0),
+        "batch": (with_batch, 1.0),
     }
 
 
 def flips(question: Question, *, time_limit_s: float = MOST_SIDE_S) -> list[Flip]:
     """Of each thing that may change, the smallest factors, up and down, that another layout is best with.
 
-    Sought among uniform plans, by halving a geometric grid; what there was no time for is left out.
+    Sought among uniform plans, by halving a geometric grid.
     """
     until = time.perf_counter() + time_limit_s
     asked = replace(question, mixed=False)
     now = search(asked, time_limit_s=time_limit_s).best
     if now is None:
         return []
-    made: list[Flip] = []
-    for direction in (1, -1):
-        for what, (change, step) in changes(asked).items():
-            if time.perf_counter() < until:
-                seek = _Seek(asked, change, now, direction * step, until)
-                made.append(seek.flip(what, round(LARGEST / step)))
-    return made
+    seeks = [
+        (what, _Seek(asked, change, now, direction * step, until), round(LARGEST / step))
+        for what, (change, step) in changes(asked).items()
+        for direction in (-1, 1)
+    ]
+    return [seek.flip(what, most) for what, seek, most in seeks]
 
 
 @dataclass(frozen=True)
@@ -336,7 +359,10 @@ class _Seek:
         """The first step that another layout wins at; a step that can't be taken ends the grid before it."""
         while most and self.change(self.question, self.factor(most)) is None:
             most -= 1
-        other, tried = self.winner(most) if most else None, self.factor(most)
+        tried = self.factor(most)
+        if time.perf_counter() > self.until:
+            return Flip(what, None, tried, is_known=False)
+        other = self.winner(most) if most else None
         if other is None:
             return Flip(what, None, tried)
         low, high = 0, most
@@ -344,7 +370,7 @@ class _Seek:
             middle = (low + high) // 2
             found = self.winner(middle)
             low, high, other = (low, middle, found) if found is not None else (middle, high, other)
-        return Flip(what, self.factor(high), tried, difference(self.now, other), other)
+        return Flip(what, self.factor(high), tried, difference(self.now, other), other, is_known=high - low == 1)
 
     def factor(self, steps: int) -> float:
         return float(2.0 ** (steps * self.doublings))
@@ -420,6 +446,7 @@ def explain(
     pins: dict[str, object] | None = None,
     name: str = "",
     time_limit_s: float = MOST_SIDE_S,
+    flips_limit_s: float = FLIPS_S,
 ) -> Explanation:
     """Everything at once; `gap` where a certificate says it, `pins` for an alternative that was asked for."""
     better: Compared | None = None
@@ -432,8 +459,7 @@ def explain(
     if pins is None:
         others = alternatives(question, plan, time_limit_s=time_limit_s)
     else:
-        one = instead(question, plan, name, pins, time_limit_s=time_limit_s)
-        others = [one] if one is not None else [Compared(name, None)]
+        others = [instead(question, plan, name, pins, time_limit_s=time_limit_s)]
     return Explanation(
         question=question,
         plan=plan,
@@ -442,5 +468,5 @@ def explain(
         better=better,
         steps=tuple(walk(question, plan)),
         others=tuple(others),
-        flips=tuple(flips(question, time_limit_s=time_limit_s)) if pins is None else (),
+        flips=tuple(flips(question, time_limit_s=flips_limit_s)) if pins is None else (),
     )

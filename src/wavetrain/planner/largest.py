@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from wavetrain.model.limits import divisors
@@ -9,6 +10,7 @@ from wavetrain.planner.question import Question
 from wavetrain.planner.search import Answer, search
 
 MOST_PER_REPLICA = 2**20
+MOST_PROBE_S = 5.0  # to see whether one more fits when blocks and operators are chosen one by one
 
 
 def largest_batch(question: Question, *, time_limit_s: float | None = None) -> Answer:
@@ -17,6 +19,7 @@ def largest_batch(question: Question, *, time_limit_s: float | None = None) -> A
     Memory grows with the microbatch, so for every number of replicas the largest that fits is found by doubling and
     halving, among uniform plans; then, for the best of them, blocks and operators may be chosen one by one.
     """
+    started = time.perf_counter()
     total = question.pins.devices or question.cluster.num_devices
     best, replicas, size = 0, 1, 1
     for dp in divisors(total):
@@ -27,8 +30,10 @@ def largest_batch(question: Question, *, time_limit_s: float | None = None) -> A
         if found * dp > best:
             best, replicas, size = found * dp, dp, found
     if best and question.is_free:
-        size = max(size, _largest(question, replicas, size + 1, total, time_limit_s))
-    return search(_pinned(question, replicas, size, total), time_limit_s=time_limit_s)
+        limit = MOST_PROBE_S if time_limit_s is None else min(MOST_PROBE_S, time_limit_s)
+        size = max(size, _largest(question, replicas, size + 1, total, limit))
+    answer = search(_pinned(question, replicas, size, total), time_limit_s=time_limit_s)
+    return replace(answer, search_s=time.perf_counter() - started)
 
 
 def _largest(question: Question, dp: int, first: int, devices: int, time_limit_s: float | None) -> int:

@@ -6,21 +6,21 @@ Every change is verified by a search among uniform plans; its price is that of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster, Group
 from wavetrain.model.limits import divisors
 from wavetrain.plan.plan import Plan
-from wavetrain.planner.explain import MOST_SIDE_S, least_bad, with_memory
+from wavetrain.planner.explain import MOST_SIDE_S, is_empty, least_memory
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import Answer, Found, search
-from wavetrain.planner.space import degrees, legal_tp, options
+from wavetrain.planner.space import degrees, legal_tp
 from wavetrain.sim.predict import simulate
 
 MOST_DOUBLINGS = 6
-NEARLY = 1.01  # memory is sought this exactly
+DAY_S = 86400
 STATES = {8: "Adam's moments in bf16", 6: "Adam's moments in 8 bits"}  # bytes per parameter beside an fp32 master copy
 
 
@@ -48,29 +48,21 @@ class Rescue:
 def rescue(answer: Answer, *, most: int = 3, time_limit_s: float = MOST_SIDE_S) -> Rescue:
     """Why nothing was found, and what would help."""
     question = replace(answer.question, mixed=False)
-    found = [change for change in _changes(question, time_limit_s) if change is not None]
-    found.sort(key=lambda change: (change.usd_per_million_tokens, change.words))
     if is_empty(question):
-        return Rescue(tuple(broken_rules(question)), None, 0.0, tuple(found[:most]))
-    nearest = _nearest(question, answer)
+        found = _cheapest(_other_wishes(question), time_limit_s, most)
+        return Rescue(tuple(broken_rules(question)), None, 0.0, found)
+    free = search(_without_limits(question), time_limit_s=time_limit_s).found
+    least = least_memory(_without_limits(question), time_limit_s=time_limit_s) if not free else None
+    seen = [*free[:1]] or [item for item in (answer.least_bad, least and least[1]) if item is not None]
+    nearest = min(seen, key=lambda item: item.outline.needed_bytes, default=None)
     too_much = max(0.0, nearest.outline.needed_bytes - question.capacity_bytes) if nearest else 0.0
-    return Rescue(tuple(_reasons(question, nearest, too_much)), nearest, too_much, tuple(found[:most]))
-
-
-def is_empty(question: Question) -> bool:
-    """Whether no layout is legal at all, whatever it needs."""
-    known = degrees(question)
-    return not len(known) or not len(options(question, known))
+    larger = [_larger_device(question, *least)] if least else []
+    found = _cheapest(_all_changes(question, time_limit_s), time_limit_s, most, larger)
+    return Rescue(tuple(_reasons(question, nearest, too_much)), nearest, too_much, found)
 
 
 def _without_limits(question: Question) -> Question:
     return replace(question, deadline_s=None, power_w=None)
-
-
-def _nearest(question: Question, answer: Answer) -> Found | None:
-    """The plan that comes nearest: the best without limits where one fits, else the one that needs least memory."""
-    free = search(_without_limits(question), time_limit_s=MOST_SIDE_S)
-    return free.found[0] if free.found else least_bad(_without_limits(question), answer)
 
 
 def _reasons(question: Question, nearest: Found | None, too_much: float) -> Iterator[str]:
@@ -82,8 +74,9 @@ def _reasons(question: Question, nearest: Found | None, too_much: float) -> Iter
         return
     seen, devices = nearest.outline.step_s, nearest.plan.layout.num_devices
     if seen > question.longest_step_s:
-        days = [seconds / 86400 for seconds in (seen / question.longest_step_s * (question.deadline_s or 0),)]
-        yield f"the best plan takes {days[0]:,.1f} days, the deadline is {(question.deadline_s or 0) / 86400:,.1f}"
+        limit = (question.deadline_s or 0) / DAY_S
+        days = seen / question.longest_step_s * limit
+        yield f"the best plan takes {days:,.1f} days, the deadline is {limit:,.1f}"
     watts = simulate(nearest.plan, question.laws).power_w_per_device * devices
     if question.power_w is not None and watts > question.power_w:
         yield f"the best plan draws {watts / 1e3:,.1f} kW, the cap is {question.power_w / 1e3:,.1f}"
@@ -111,11 +104,11 @@ def _rule(question: Question, name: str) -> str:
     """The rule that a pinned value breaks, with the values that do not where they are few."""
     free = replace(question, pins=replace(question.pins, **{name: None}))
     known = degrees(free)
-    if name == "tp":
+    if name == "tp" and question.pins.tp not in legal_tp(free):
         return (
             f"must deal out whole heads on {question.cluster.num_devices} devices; possible: {_listed(legal_tp(free))}"
         )
-    if name in ("cp", "pp", "dp", "microbatch", "devices"):
+    if name in ("tp", "cp", "pp", "dp", "microbatch", "devices"):
         values = sorted({int(value) for value in getattr(known, name)})
         return f"with a batch of {question.global_batch} and the rest that was said, possible: {_listed(values)}"
     if name == "shard":
@@ -130,39 +123,49 @@ def _listed(values: list[int] | tuple[int, ...]) -> str:
 # --- what would help ---
 
 
-def _changes(question: Question, time_limit_s: float) -> Iterator[Change | None]:
-    yield from (_tried(words, [asked], time_limit_s) for words, asked in _other_wishes(question))
-    if is_empty(question):
-        return
-    yield from (_tried(words, [asked], time_limit_s) for words, asked in _other_numbers(question))
-    yield _tried("{nodes} nodes instead of {own}", list(_more_nodes(question)), time_limit_s)
-    yield _tried("sequences of {seq_len} instead of {own_len}", list(_shorter(question)), time_limit_s)
-    yield _more_memory(question, time_limit_s)
+Asked = tuple[str, list[Question]]  # words, and questions of which the first that has an answer is the change
 
 
-def _other_wishes(question: Question) -> Iterator[tuple[str, Question]]:
+def _cheapest(
+    asked: Iterable[Asked], time_limit_s: float, most: int, known: list[Change] | None = None
+) -> tuple[Change, ...]:
+    tried = (_tried(words, questions, time_limit_s) for words, questions in asked)
+    found = [*(known or []), *(change for change in tried if change is not None)]
+    return tuple(sorted(found, key=lambda change: (change.usd_per_million_tokens, change.words))[:most])
+
+
+def _all_changes(question: Question, time_limit_s: float) -> Iterator[Asked]:
+    yield from _other_wishes(question)
+    yield from _other_numbers(question)
+    yield "{0.cluster.num_nodes} nodes" + f" instead of {question.cluster.num_nodes}", list(_more_nodes(question))
+    shorter = list(_shorter(question))
+    if shorter and search(shorter[-1], time_limit_s=time_limit_s).found:  # else none is short enough
+        yield "sequences of {0.seq_len}" + f" instead of {question.seq_len}", shorter
+
+
+def _other_wishes(question: Question) -> Iterator[Asked]:
     """Without what was asked for beyond the model, the cluster and the batch."""
     for item in fields(Pins):
         if getattr(question.pins, item.name) is not None:
             words = f"{item.name} free instead of {getattr(question.pins, item.name)}"
-            yield words, replace(question, pins=replace(question.pins, **{item.name: None}))
+            yield words, [replace(question, pins=replace(question.pins, **{item.name: None}))]
     if question.only:
-        yield "plans of every family", replace(question, only=())
+        yield "plans of every family", [replace(question, only=())]
     if question.headroom:
-        yield "no headroom", replace(question, headroom=0.0)
+        yield "no headroom", [replace(question, headroom=0.0)]
     if question.deadline_s is not None:
-        yield "no deadline", replace(question, deadline_s=None)
+        yield "no deadline", [replace(question, deadline_s=None)]
     if question.power_w is not None:
-        yield "no power cap", replace(question, power_w=None)
+        yield "no power cap", [replace(question, power_w=None)]
 
 
-def _other_numbers(question: Question) -> Iterator[tuple[str, Question]]:
+def _other_numbers(question: Question) -> Iterator[Asked]:
     precision = question.precision
     if precision.gradients.num_bytes > DType.BF16.num_bytes:
-        yield "gradients in bf16", replace(question, precision=replace(precision, gradients=DType.BF16))
+        yield "gradients in bf16", [replace(question, precision=replace(precision, gradients=DType.BF16))]
     for size, words in STATES.items():
         if precision.state_bytes > size:
-            yield words, replace(question, precision=replace(precision, state_bytes=size))
+            yield words, [replace(question, precision=replace(precision, state_bytes=size))]
 
 
 def _more_nodes(question: Question) -> Iterator[Question]:
@@ -185,18 +188,10 @@ def _shorter(question: Question) -> Iterator[Question]:
 
 
 def _tried(words: str, asked: list[Question], time_limit_s: float) -> Change | None:
-    """The first of some questions that has an answer."""
     for item in asked:
-        answer = search(item, time_limit_s=time_limit_s)
-        if answer.found:
-            own = asked[0]
-            said = words.format(
-                nodes=item.cluster.num_nodes,
-                own=own.cluster.num_nodes // 2,
-                seq_len=item.seq_len,
-                own_len=own.seq_len * 2,
-            )
-            return _change(said, item, answer.found[0])
+        found = search(item, time_limit_s=time_limit_s).found if not is_empty(item) else ()
+        if found:
+            return _change(words.format(item), item, found[0])
     return None
 
 
@@ -206,28 +201,7 @@ def _change(words: str, asked: Question, found: Found, *, dearer: float = 1.0) -
     return Change(words, usd * dearer, found.outline.step_s, found.outline.needed_bytes, found.plan)
 
 
-def _more_memory(question: Question, time_limit_s: float) -> Change | None:
-    """The least memory of a device that some plan fits in; such a device is taken to be as much dearer."""
-    low, high, found = 1.0, 2.0, None
-    while high <= 2**MOST_DOUBLINGS and found is None:
-        answer = search(with_memory(question, high), time_limit_s=time_limit_s)
-        low, high = (low, high) if answer.found else (high, 2 * high)
-        found = min(answer.found, key=_needed, default=None)
-    if found is None:
-        return None
-    scale = question.capacity_bytes
-    high = min(high, max(low, _needed(found) / scale))
-    while high / low > NEARLY:
-        middle = math.sqrt(low * high)
-        answer = search(with_memory(question, middle), time_limit_s=time_limit_s)
-        if answer.found:
-            found = min(answer.found, key=_needed)
-            high = max(low, min(middle, _needed(found) / scale))
-        else:
-            low = middle
-    needed_gib = question.cluster.device.memory_bytes * high / 2**30
-    return _change(f"a device with at least {math.ceil(needed_gib)} GiB", question, found, dearer=high)
-
-
-def _needed(found: Found) -> float:
-    return found.outline.needed_bytes
+def _larger_device(question: Question, factor: float, found: Found) -> Change:
+    """A device with as much memory as some plan needs; it is taken to be as much dearer."""
+    needed_gib = math.ceil(question.cluster.device.memory_bytes * factor / 2**30)
+    return _change(f"a device with at least {needed_gib} GiB", question, found, dearer=factor)

@@ -262,6 +262,8 @@ class _State:
         self.seen: set[Candidate] = set()
         self.found: list[Found] = []
         self.least_bad: Found | None = None
+        self.smallest: Candidate | None = None  # by what its states need at least
+        self.smallest_bytes = float("inf")
 
     @property
     def upper(self) -> float:
@@ -282,7 +284,11 @@ class _State:
         every = options(question, known)
         priced = price(question, known, every)
         open_ = question.cost(option_bounds(question, known, every, priced), known.devices[every.row]) < self.upper
-        small = least_bytes(question, known.pp[every.row], priced) * BELOW <= question.capacity_bytes
+        needed = least_bytes(question, known.pp[every.row], priced) * BELOW
+        small = needed <= question.capacity_bytes
+        own, blocks = known.take(every.row), question.model.num_blocks
+        held = np.ceil(blocks / own.pp) * priced.saved_bytes * np.minimum(own.pp, own.microbatches)  # as 1F1B does
+        self._note_smallest(known, every, needed + np.where(own.pp > 1, held, 0.0))
         self._note_mixtures(known, every, priced)
         keep = np.flatnonzero(open_ & small)
         if not len(keep):
@@ -296,6 +302,20 @@ class _State:
         for row in made.likely(question, self.upper).tolist():
             for candidate in made.candidates(question, row, self.upper):
                 self.evaluate(candidate)
+
+    def _note_smallest(self, known: Degrees, every: Options, needed: Floats) -> None:
+        """The option that needs least, to have something to show where nothing fits."""
+        if not len(needed) or self.found or needed.min() >= self.smallest_bytes:
+            return
+        option = int(needed.argmin())
+        row = int(every.row[option])
+        shape = tuple(int(getattr(known, item.name)[row]) for item in fields(known))
+        chosen = tuple(int(getattr(every, item.name)[option]) for item in fields(every)[1:])
+        legal = orders(shape[2], shape[5], self.question.model.num_blocks, self.question.pins)
+        for order in sorted(legal, key=lambda order: order.name != "1f1b")[:1]:
+            self.smallest_bytes = float(needed[option])
+            cut = next(iter(cuts(self.question.model.num_blocks, shape[2], order, 0.0, 0.0)), ())
+            self.smallest = Candidate(0.0, shape, chosen, order, cut) if cut else None
 
     def _note_mixtures(self, known: Degrees, every: Options, priced: Priced) -> None:
         """Layouts without a pipeline, in which blocks and operators may be chosen one by one."""
@@ -380,6 +400,8 @@ class _State:
             self.least_bad = found
 
     def answer(self, space: int, search_s: float) -> Answer:
+        if not self.found and self.least_bad is None and self.smallest is not None:
+            self.evaluate(self.smallest)
         lower = min(self.lower, self.upper)
         space += len(self.mixtures) * MIXTURES
         return Answer(self.question, tuple(self.found), self.least_bad, space, self.evaluated, lower, search_s)
