@@ -32,6 +32,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/schedules.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python benchmarks/choose.py
+	$(BIN)/python benchmarks/plan.py
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md

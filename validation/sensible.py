@@ -106,14 +106,15 @@ def short(plan: Plan) -> str:
 
 def line(item: Judged) -> str:
     verdict = "near" if item.slower <= NEAR else "far"
-    free = item.published_s / item.free.found[0].outline.step_s - 1
+    free = item.free.found[0] if item.free.found else item.same.found[0]  # time was up
+    faster = item.published_s / free.outline.step_s - 1
     cells = (
         item.workload,
         short(item.published),
         short(item.same.found[0].plan),
         f"{item.slower:+.1%}",
         verdict,
-        f"{free:+.1%} ({short(item.free.found[0].plan)})",
+        f"{faster:+.1%} ({short(free.plan)})",
     )
     return "| " + " | ".join(cells) + " |"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,9 @@ import typer
 from wavetrain import __version__
 from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
 from wavetrain.base.units import DType, printable
+from wavetrain.commands.explain import explain
+from wavetrain.commands.plan import plan as plan_command
+from wavetrain.commands.shared import CHECK_FAILED, MOST_DEGREE, AsJson, one_of, refuse_beside, show, write, writing
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
     from wavetrain.plan import Plan
     from wavetrain.schedule.request import Times
 
-CHECK_FAILED = 5
-MOST_DEGREE = 10_000_000
-
 app = typer.Typer(
     name="wavetrain",
     help="Plan, simulate and run the training of large models.",
@@ -38,8 +37,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,18 +84,18 @@ def describe(
     from wavetrain.show.cluster import cluster_card, cluster_document
     from wavetrain.show.model import model_card, model_document
 
-    kernel = AttentionKernel(_one_of("--attention", attention or "fused", tuple(AttentionKernel)))
-    number_format = DType(_one_of("--dtype", dtype or "bf16", tuple(DType)))
+    kernel = AttentionKernel(one_of("--attention", attention or "fused", tuple(AttentionKernel)))
+    number_format = DType(one_of("--dtype", dtype or "bf16", tuple(DType)))
     described = load(target, seq_len=seq_len)
     if isinstance(described, Cluster):
         options = {"--seq-len": seq_len, "--microbatch": microbatch, "--dtype": dtype, "--attention": attention}
         given = [option for option, value in options.items() if value is not None]
         if given:
             raise InputError(Problem(where=given[0], rule=f"{target} is a cluster; this is an option for models"))
-        _print(cluster_document(described), cluster_card(described), as_json)
+        show(cluster_document(described), cluster_card(described), as_json)
         return
     work = Work(described.seq_len, microbatch or 1, number_format, kernel)
-    _print(model_document(described, work), model_card(described, work), as_json)
+    show(model_document(described, work), model_card(described, work), as_json)
 
 
 @app.command()
@@ -134,7 +131,7 @@ def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     name = verify.name if verify is not None else kind or "wave"
     try:
         if verify is not None:
-            _refuse_beside("--verify", {"--kind": kind, "--ranks": ranks, "--waves": waves, "--chunks": chunks})
+            refuse_beside("--verify", {"--kind": kind, "--ranks": ranks, "--waves": waves, "--chunks": chunks})
             read = parse_text(read_text(verify), file=str(verify))
             found = prove(read, times, cap=cap, microbatches=microbatches)
         else:
@@ -142,18 +139,18 @@ def schedule(  # noqa: PLR0913, PLR0917 - one option each, as users type them
             found = answer(Request(name, *sizes, waves, chunks, times, cap, split=b is None))
     except ScheduleError as error:
         if as_json:
-            _print(rejection_document(name, error.reasons), "", as_json)
+            show(rejection_document(name, error.reasons), "", as_json)
         raise
     if svg is not None:
         if found.proof.num_compute > MOST_BARS:
             rule = f"{found.proof.num_compute:,} actions are too many for a chart; at most {MOST_BARS:,}"
             raise InputError(Problem(where="--svg", rule=rule, remedy="fewer microbatches, ranks or waves"))
         title = f"{name}: {found.actions.num_ranks} ranks, {found.actions.num_microbatches} microbatches"
-        _write(svg, chart(found.actions, found.evaluation, found.costs, title=title))
+        write(svg, chart(found.actions, found.evaluation, found.costs, title=title))
     if text is not None:
         complete = found.actions if found.actions.has_communication else add_communication(found.actions, found.costs)
-        _write(text, write_text(complete))
-    _print(schedule_document(name, found), schedule_card(name, found, width=_width()), as_json)
+        write(text, write_text(complete))
+    show(schedule_document(name, found), schedule_card(name, found, width=_width()), as_json)
 
 
 @app.command()
@@ -198,7 +195,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
     given = {f"--{name.replace('_', '-')}": value for name, value in stated.items() if value is not None}
     if plan is not None:
-        _refuse_beside("a plan file", given)
+        refuse_beside("a plan file", given)
         made = read_plan(plan)
     elif megatron is not None or deepspeed is not None:
         made = _imported(given)
@@ -207,11 +204,18 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     found = predicted(made)
     advice = [] if found.fits else remedies(made)
     if output is not None:
-        _write(output, write_plan(made))
+        write(output, write_plan(made))
     if trace is not None:
-        with _writing(trace):
+        with writing(trace):
             write_chrome(found.timeline, trace)
-    _print(prediction_document(made, found, advice), prediction_card(made, found, advice), as_json)
+    document, card = prediction_document(made, found, advice), prediction_card(made, found, advice)
+    if megatron is not None or deepspeed is not None:
+        document, card = _scored(made, document, card)
+    show(document, card, as_json)
+
+
+app.command("plan")(plan_command)
+app.command("explain")(explain)
 
 
 @app.command()
@@ -231,7 +235,7 @@ def export(
     for note in found.not_expressed:
         print(f"not expressed: {printable(note, most=400)}", file=sys.stderr)
     if output is not None:
-        _write(output, found.text)
+        write(output, found.text)
     if output is None or as_json:
         print(text, end="")
 
@@ -252,10 +256,10 @@ def validate(
 
     found = summarize(price_tables(tables))
     if html is not None:
-        _write(html, report_page(found))
+        write(html, report_page(found))
     if markdown is not None:
-        _write(markdown, accuracy_page(found))
-    _print(document(found), card(found), as_json)
+        write(markdown, accuracy_page(found))
+    show(document(found), card(found), as_json)
 
 
 @app.command()
@@ -271,7 +275,7 @@ def doctor(as_json: AsJson = False) -> None:
         table.add_row(check.name, check.state, check.found, check.remedy)
     bad = any(check.state is State.BAD for check in checks)
     document = {"schema": "wavetrain.doctor/1", "ok": not bad, "checks": [encode(check) for check in checks]}
-    _print(document, table, as_json)
+    show(document, table, as_json)
     if bad:
         raise typer.Exit(CHECK_FAILED)
 
@@ -284,6 +288,19 @@ def _imported(given: dict[str, Any]) -> Plan:
     for line in ignored:
         print(f"ignored: {printable(line, most=400)}", file=sys.stderr)
     return plan
+
+
+def _scored(plan: Plan, document: dict[str, Any], card: RenderableType) -> tuple[dict[str, Any], RenderableType]:
+    """A prediction for a plan that somebody runs, with the best plan for the same beside it."""
+    from rich.console import Group
+
+    from wavetrain.planner.explain import SCORE_S, best_beside, own_question
+    from wavetrain.show.plan import best_document, best_words
+
+    if not plan.cluster.is_uniform:
+        return document, card
+    best, _ = best_beside(own_question(plan), plan, time_limit_s=SCORE_S)
+    return document | {"best": best_document(best)}, Group(card, "", best_words(best))
 
 
 def _requested(given: dict[str, Any]) -> Plan:
@@ -358,13 +375,6 @@ def _neither(where: str, keys: set[str], legal: tuple[str, ...]) -> InputError:
     return InputError([Problem(where=where, key=", ".join(shown), rule=rule), *problems])
 
 
-def _refuse_beside(option: str, others: Mapping[str, object]) -> None:
-    """Options that say nothing beside another are not ignored."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise InputError([Problem(where=name, rule=f"means nothing beside {option}") for name in given])
-
-
 def _times(given: dict[str, str | None]) -> Times:
     """Durations from options; a backward given whole is halved, as exact fractions."""
     from wavetrain.schedule.request import Times
@@ -398,40 +408,3 @@ def _width() -> int:
     from shutil import get_terminal_size
 
     return get_terminal_size((80, 24)).columns
-
-
-def _write(path: Path, content: str) -> None:
-    with _writing(path):
-        path.write_text(content, encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A file that can't be written is the user's to know, in one line."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(Problem(where=str(path), rule=f"can't be written: {reason}")) from None
-
-
-def _one_of(option: str, value: str, legal: Sequence[str]) -> str:
-    if value not in legal:
-        rule = f"unknown value {value}"
-        raise InputError(Problem(where=option, rule=rule, legal=tuple(legal), nearest=nearest(value, legal)))
-    return value
-
-
-def _print(document: dict[str, Any], card: RenderableType, as_json: bool) -> None:
-    if as_json:
-        from wavetrain.base.codec import dumps
-
-        print(dumps(document), end="")
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    with console.capture() as captured:
-        console.print(card)
-    for line in captured.get().splitlines():
-        print(line.rstrip())  # a table pads its last column

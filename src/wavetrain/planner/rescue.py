@@ -72,14 +72,15 @@ def _reasons(question: Question, nearest: Found | None, too_much: float) -> Iter
     if too_much:
         yield "the plan that comes nearest to fitting needs more memory than a device has"
         return
-    seen, devices = nearest.outline.step_s, nearest.plan.layout.num_devices
+    seen, devices, limits = nearest.outline.step_s, nearest.plan.layout.num_devices, []
     if seen > question.longest_step_s:
         limit = (question.deadline_s or 0) / DAY_S
         days = seen / question.longest_step_s * limit
-        yield f"the best plan takes {days:,.1f} days, the deadline is {limit:,.1f}"
+        limits.append(f"the best plan takes {days:,.1f} days, the deadline is {limit:,.1f}")
     watts = simulate(nearest.plan, question.laws).power_w_per_device * devices
     if question.power_w is not None and watts > question.power_w:
-        yield f"the best plan draws {watts / 1e3:,.1f} kW, the cap is {question.power_w / 1e3:,.1f}"
+        limits.append(f"the best plan draws {watts / 1e3:,.1f} kW, the cap is {question.power_w / 1e3:,.1f}")
+    yield from limits or ["time was up before a plan was found, although some fit"]
 
 
 # --- no layout is legal: which rule ---
