@@ -110,7 +110,7 @@ def verify(plan: Plan, made: Json) -> list[str]:
     """Reasons to reject a certificate; none if it is proven."""
     try:
         return list(_reasons(plan, made))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         return [f"the certificate can't be read: {type(error).__name__} {error}"]
 
 

@@ -327,13 +327,13 @@ def changes(question: Question) -> dict[str, tuple[Change, float]]:
     }
 
 
-def flips(question: Question, *, time_limit_s: float = MOST_SIDE_S) -> list[Flip]:
+def flips(question: Question, *, time_limit_s: float = MOST_SIDE_S, mixed: bool = False) -> list[Flip]:
     """Of each thing that may change, the smallest factors, up and down, that another layout is best with.
 
-    Sought among uniform plans, by halving a geometric grid.
+    Sought by halving a geometric grid, among uniform plans unless mixed ones are asked for, which takes longer.
     """
     until = time.perf_counter() + time_limit_s
-    asked = replace(question, mixed=False)
+    asked = replace(question, mixed=mixed)
     now = search(asked, time_limit_s=time_limit_s).best
     if now is None:
         return []
@@ -362,24 +362,27 @@ class _Seek:
         tried = self.factor(most)
         if time.perf_counter() > self.until:
             return Flip(what, None, tried, is_known=False)
-        other = self.winner(most) if most else None
+        other = self.change_at(most) if most else None
         if other is None:
             return Flip(what, None, tried)
         low, high = 0, most
         while high - low > 1 and time.perf_counter() < self.until:
             middle = (low + high) // 2
-            found = self.winner(middle)
+            found = self.change_at(middle)
             low, high, other = (low, middle, found) if found is not None else (middle, high, other)
-        return Flip(what, self.factor(high), tried, difference(self.now, other), other, is_known=high - low == 1)
+        return Flip(what, self.factor(high), tried, *other, is_known=high - low == 1)
 
     def factor(self, steps: int) -> float:
         return float(2.0 ** (steps * self.doublings))
 
-    def winner(self, steps: int) -> Plan | None:
-        """Another layout that is best then; None where the same is, or nothing fits."""
+    def change_at(self, steps: int) -> tuple[str, Plan | None] | None:
+        """What is different then: another layout is best, or nothing fits; None where the same layout is best."""
         asked = self.change(self.question, self.factor(steps))
         best = search(asked, time_limit_s=MOST_SIDE_S).best if asked is not None else None
-        return best if best is not None and difference(self.now, best) else None
+        if best is None:
+            return "nothing fits", None
+        words = difference(self.now, best)
+        return (words, best) if words else None
 
 
 def traits(plan: Plan) -> dict[str, object]:
@@ -468,5 +471,5 @@ def explain(
         better=better,
         steps=tuple(walk(question, plan)),
         others=tuple(others),
-        flips=tuple(flips(question, time_limit_s=flips_limit_s)) if pins is None else (),
+        flips=tuple(flips(question, time_limit_s=flips_limit_s, mixed=bool(plan.choices))) if pins is None else (),
     )

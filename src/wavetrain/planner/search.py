@@ -282,6 +282,8 @@ class _State:
         """Options, then schedules, of some degrees; the most promising are simulated at once."""
         question = self.question
         every = options(question, known)
+        if not len(every):
+            return
         priced = price(question, known, every)
         open_ = question.cost(option_bounds(question, known, every, priced), known.devices[every.row]) < self.upper
         needed = least_bytes(question, known.pp[every.row], priced) * BELOW

@@ -76,7 +76,8 @@ def explanation_card(found: Explanation) -> RenderableType:
         facts("why not another", ((item.name, _other(found, item)) for item in found.others)),
     ]
     if found.flips:
-        parts += ["", facts("what would change it", map(_flip, found.flips))]
+        title = "what would change the best plan" if found.better else "what would change it"
+        parts += ["", facts(title, map(_flip, found.flips))]
     return Group(*parts, "", facts("how sure", _sure(found)))
 
 

@@ -13,7 +13,6 @@ from rich.text import Text
 from wavetrain.base.units import format_bytes, format_count, format_seconds
 from wavetrain.plan.plan import Plan, Variant
 from wavetrain.plan.read import write_plan
-from wavetrain.planner.certificate import digest
 from wavetrain.planner.explain import Compared
 from wavetrain.planner.question import Objective, Question
 from wavetrain.planner.rescue import Rescue
@@ -105,18 +104,11 @@ def planned_document(answer: Answer, seen: Prediction, others: Sequence[Compared
         "plan": plan_data(best.plan),
         "words": sentence(best.plan),
         "prediction": prediction_document(best.plan, seen, []),
-        "certificate": certificate_data(answer),
+        "certificate": answer.certificate,
         "search_s": answer.search_s,
         "runner_ups": [compared_data(item) for item in others],
     }
     return document | ({"frontier": [_found_data(item) for item in answer.frontier]} if frontier else {})
-
-
-def certificate_data(answer: Answer) -> Json:
-    """A certificate as a plan file has it: numbers that are whole are written whole, and the digest is of these."""
-    plan = answer.found[0].plan
-    made: Json = json.loads(write_plan(plan, certificate=answer.certificate))["certificate"]
-    return made | {"digest": digest(plan, made)}
 
 
 def plan_data(plan: Plan) -> Json:
