@@ -16,7 +16,8 @@ from functools import cache
 from wavetrain.base.units import DType
 from wavetrain.cluster.read import load_cluster
 from wavetrain.cost.laws import load_laws
-from wavetrain.model.model import Layer, Model, Run
+from wavetrain.model.model import Model
+from wavetrain.model.operator import Linear
 from wavetrain.model.read import load_model
 from wavetrain.model.transformer import build
 from wavetrain.plan.cut import even_cut
@@ -301,7 +302,7 @@ def osdp_plan(hidden: int, level: int, *, batch: int = 1, layers: int = 48) -> P
     for operator in block.operators:
         attends = ".attention" in operator.name
         wrapped = level == 3 or (level == 1 and attends) or (level == 2 and not attends)
-        if wrapped and operator.parameters:
+        if wrapped and isinstance(operator, Linear):
             choices.append(OperatorChoice(block.name, operator.name, WRAPPED))
     return Plan(
         model=model,
@@ -354,7 +355,7 @@ def bus_rate(hidden: int, level: int, rounds: int) -> float:
 
 def gathered_copies() -> float:
     """Bytes beside persistent ones when all blocks are sharded, over those of a block (bias and norms included)."""
-    plan = accumulated(osdp_plan(1024, 3))
+    plan = replace(accumulated(osdp_plan(1024, 3)), choices=(), choice=WRAPPED)  # by block
     held = memory(gather([plan]), load_laws()).parts["working"][0]
     block = plan.model.layers[1]
     return float(held) / sum(p.num_elements * 4 for o in block.operators for p in o.parameters)

@@ -14,7 +14,7 @@ from wavetrain.commands.shared import AsJson, show
 def explain(
     plan: Annotated[Path, typer.Argument(help="A plan file.")],
     instead: Annotated[str | None, typer.Option(help="Another plan to compare with: tp=8,pp=1.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for what would change it; 6.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for what would change it; 15.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say why a plan is as it is, why not another, what would change it, and how sure that is."""

@@ -20,7 +20,7 @@ from wavetrain.sim.predict import Prediction, simulate
 
 SHOWN = 1e-3  # of a step: smaller changes of a term are not named
 MOST_SIDE_S = 10.0  # of one search that only explains
-FLIPS_S = 6.0  # of all searches for what would change a plan
+FLIPS_S = 15.0  # of all searches for what would change a plan
 SCORE_S = 5.0  # of the search that a plan from elsewhere is scored against
 FINEST = 0.5  # doublings: how fine the factor of a change is sought
 LARGEST = 3  # doublings: the largest factor that is tried

@@ -33,9 +33,10 @@ from wavetrain.planner.bounds import (
     schedule,
 )
 from wavetrain.planner.choose import choose
+from wavetrain.planner.families import FAMILY_PLANS
 from wavetrain.planner.leaves import Certificate
 from wavetrain.planner.mixed import instance, plan_of
-from wavetrain.planner.question import Question
+from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.space import (
     RECOMPUTES,
     Degrees,
@@ -195,6 +196,7 @@ def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
         state.mix()
     except KeyboardInterrupt:
         state.lower = min(state.lower, float(bounds.min(initial=np.inf)))  # what is proven of what was found so far
+    state.try_customs()
     return state.answer(space_size(question, known), time.perf_counter() - started)
 
 
@@ -339,6 +341,16 @@ class _State:
             )
             cost = float(self.question.cost(bound_s, layout.num_devices))
             self.mixtures.append((cost, bound_s, layout))
+
+    def try_customs(self) -> None:
+        """What people do by rule of thumb, where there was no time for a proof: never worse than that."""
+        question = self.question
+        if self.lower >= self.upper * TIE or question.pins != Pins() or question.only:
+            return
+        for custom in FAMILY_PLANS.values():
+            plan = custom(question)
+            if plan is not None:
+                self.add(plan)
 
     def mix(self) -> None:
         """Solve the inner problem of layouts, until no bound is below the best."""
