@@ -16,7 +16,7 @@ from functools import cache
 from wavetrain.base.units import DType
 from wavetrain.cluster.read import load_cluster
 from wavetrain.cost.laws import load_laws
-from wavetrain.model.model import Model
+from wavetrain.model.model import Layer, Model, Run
 from wavetrain.model.operator import Linear
 from wavetrain.model.read import load_model
 from wavetrain.model.transformer import build
