@@ -242,8 +242,15 @@ def test_a_limit_that_is_in_the_way_is_named(run):
     assert found["changes"][0]["change"] == "no deadline"
 
 
+def test_without_time_a_rule_of_thumb_is_better_than_nothing(run):
+    found = planned(run, "--timeout", "0.000001")
+    assert found["prediction"]["fits"]
+    assert found["certificate"]["gap"] > 0
+
+
 def test_too_little_time_is_not_taken_for_too_little_memory(run):
-    found = planned(run, "--timeout", "0.000001", code=3)
+    """With a pin there is no rule of thumb to fall back on."""
+    found = planned(run, "--timeout", "0.000001", "--microbatch", "1", code=3)
     assert found["reasons"] == ["time was up before a plan was found, although some fit"]
 
 
