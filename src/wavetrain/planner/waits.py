@@ -95,7 +95,7 @@ def wires(ranks: tuple[int, ...], stride: int, tiers: tuple[Tier, ...]) -> Float
 def order_bound(order: Order, pp: int, microbatches: int, stages: Stages) -> float:
     """Seconds that no run of an order is below, without the end of the step."""
     some = known_microbatches(order, pp, microbatches)
-    found = warm_ups(order.name, pp, some, order.chunks, order.waves)
+    found = warm_ups(order.name, pp, some, order.chunks, order.waves, whole=some == microbatches)
     return min(_run_bound(order, warm, microbatches, some, stages) for warm in found) * BELOW
 
 
@@ -170,19 +170,21 @@ class WarmUp:
 
 
 @lru_cache(maxsize=4096)
-def warm_ups(name: str, pp: int, microbatches: int, chunks: int, waves: int) -> tuple[WarmUp, ...]:
-    """What the orders of a schedule do and hold; with many microbatches the same as with some."""
+def warm_ups(
+    name: str, pp: int, microbatches: int, chunks: int, waves: int, *, whole: bool = False
+) -> tuple[WarmUp, ...]:
+    """What the orders of a schedule do and hold; with many microbatches the same as with some, or these are all."""
     shape = Shape(pp, microbatches, chunks=chunks, waves=waves)
-    return tuple(_warm_up(actions, greedy=name in GREEDY) for actions in drawn_up(name, shape))
+    return tuple(_warm_up(actions, ends_early=name in GREEDY and not whole) for actions in drawn_up(name, shape))
 
 
-def _warm_up(order: Actions, *, greedy: bool) -> WarmUp:
+def _warm_up(order: Actions, *, ends_early: bool) -> WarmUp:
     placement = order.placement
     first, last = (np.array([pick(stages) for stages in placement.local]) for pick in (min, max))
     forwards = np.zeros((order.num_ranks, placement.num_stages))
     found: set[tuple[int, tuple[int, ...]]] = set()
     for rank, actions in enumerate(order.ranks):
-        until = order.num_microbatches - order.num_ranks - 1 if greedy else order.num_microbatches
+        until = order.num_microbatches - order.num_ranks - 1 if ends_early else order.num_microbatches
         found |= {(rank, moment) for moment in _fullest(actions, placement.num_stages, until)}
         for action in actions:
             if action.kind in (Kind.B, Kind.I):
@@ -219,7 +221,7 @@ def _fullest(actions: Sequence[Action], num_stages: int, until: int) -> set[tupl
 def order_bytes(order: Order, pp: int, microbatches: int, cut: tuple[int, ...], priced: Priced, option: int) -> float:
     """Bytes that the fullest rank of an order holds at least: states and activations, without what is in passing."""
     some = known_microbatches(order, pp, microbatches)
-    found = warm_ups(order.name, pp, some, order.chunks, order.waves)
+    found = warm_ups(order.name, pp, some, order.chunks, order.waves, whole=some == microbatches)
     counts, last = np.array(cut, dtype=np.float64), priced.last_bytes[option]
     if found[0].ranks[0] == found[0].ranks[-1]:
         last = last - [priced.copy_bytes[option], 0.0]
