@@ -79,13 +79,10 @@ def plan(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
 
 def _answer(question: Question, limit: float | None) -> Answer:
-    from wavetrain.planner.explain import is_empty
     from wavetrain.planner.largest import largest_batch
     from wavetrain.planner.question import Objective
-    from wavetrain.planner.search import Answer, search
+    from wavetrain.planner.search import search
 
-    if is_empty(question):
-        return Answer(question, (), None, 0, 0, 0.0, 0.0)
     if question.objective is Objective.BATCH:
         return largest_batch(question, time_limit_s=limit)
     return search(question, time_limit_s=limit)

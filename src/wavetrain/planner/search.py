@@ -43,6 +43,7 @@ from wavetrain.planner.space import (
     Options,
     Order,
     degrees,
+    legal_sequences,
     node_group,
     num_options,
     options,
@@ -60,7 +61,6 @@ Numbers = NDArray[np.intp]
 CHUNK = 128  # degrees that are expanded together
 LOOKED_AT = 4096  # schedules of each that the closed form looks at
 MOST_SOLVE_S = 10.0  # of one inner problem
-MIXTURES = 6  # inner problems of a layout: optimizer states cut or not, three ways to cut the ends
 TIE = 1 - 1e-8  # plans that are nearer to each other are equally good
 TRIED = 4  # candidates of each that are simulated at once, for a good plan to compare with
 
@@ -417,7 +417,6 @@ class _State:
         if not self.found and self.least_bad is None and self.smallest is not None:
             self.evaluate(self.smallest)
         lower = min(self.lower, self.upper)
-        space += len(self.mixtures) * MIXTURES
         return Answer(self.question, tuple(self.found), self.least_bad, space, self.evaluated, lower, search_s)
 
 
@@ -441,7 +440,20 @@ def space_size(question: Question, known: Degrees) -> int:
     ]
     keys, key = distinct(known.tp, known.cp, known.pp, known.dp)
     per_key = [num_options(question, *map(int, row)) for row in keys]
-    return int((np.array(per_shape, dtype=np.int64)[shape] * np.array(per_key, dtype=np.int64)[key]).sum())
+    uniform = int((np.array(per_shape, dtype=np.int64)[shape] * np.array(per_key, dtype=np.int64)[key]).sum())
+    return uniform + num_mixtures(question, known)
+
+
+def num_mixtures(question: Question, known: Degrees) -> int:
+    """Inner problems: layouts without a pipeline, optimizer states cut or not, times the ways to cut the ends."""
+    if not question.is_free:
+        return 0
+    total = 0
+    for row in np.flatnonzero((known.pp == 1) & (known.dp > 1)).tolist():
+        tp, cp, dp = (int(column[row]) for column in (known.tp, known.cp, known.dp))
+        ways = len(end_groups(question, Layout(global_batch=1, tp=tp, cp=cp, dp=dp)))
+        total += 2 * ways * len(legal_sequences(tp, cp, question.seq_len, question.pins))
+    return total
 
 
 def end_groups(question: Question, layout: Layout) -> list[int]:

@@ -176,8 +176,7 @@ class _Wanted:
 def _options(key: _Key, wanted: _Wanted) -> Numbers:
     """Rows of (sequence parallel, pp inside, recompute, shard, keep, shard optimizer)."""
     pins = wanted.pins
-    sequences = [v for v in (0, 1) if v == 0 or (key.tp > 1 and key.seq_len % (key.tp * key.cp) == 0)]
-    sequences = [v for v in sequences if pins.sequence_parallel in (None, bool(v))]
+    sequences = legal_sequences(key.tp, key.cp, key.seq_len, pins)
     insides = [v for v in (0, 1) if v == 0 or _may_lie_inside(key)]
     insides = [v for v in insides if pins.pp_inside in (None, bool(v))]
     recomputes = [v for v in (0, 1, 2) if pins.recompute == RECOMPUTES[v]]
@@ -192,6 +191,12 @@ def _options(key: _Key, wanted: _Wanted) -> Numbers:
         if _is_wanted(key, sharding, wanted.only)
     ]
     return np.array(rows, dtype=np.intp).reshape(-1, 6)
+
+
+def legal_sequences(tp: int, cp: int, seq_len: int, pins: Pins) -> list[int]:
+    """Without (0) and with (1) sequence parallelism, where the sequence can be cut so."""
+    possible = [0, 1] if tp > 1 and seq_len % (tp * cp) == 0 else [0]
+    return [value for value in possible if pins.sequence_parallel in (None, bool(value))]
 
 
 def _may_lie_inside(key: _Key) -> bool:
