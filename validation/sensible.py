@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wavetrain.plan.plan import Plan
-from wavetrain.planner.question import Pins, Question
+from wavetrain.planner.explain import own_question
+from wavetrain.planner.question import Pins
 from wavetrain.planner.search import Answer, search
 from wavetrain.sim.predict import outline
 from wavetrain.study.rows import Inexpressible, plan_of, read_rows
@@ -62,14 +63,7 @@ def fastest(tables: list[Path], prefixes: tuple[str, ...]) -> dict[str, tuple[st
 
 
 def judged(workload: str, row_id: str, plan: Plan, timeout_s: float) -> Judged:
-    question = Question(
-        model=plan.model,
-        cluster=plan.cluster,
-        global_batch=plan.layout.global_batch,
-        seq_len=plan.seq_len,
-        stack=plan.stack,
-        precision=plan.precision,
-    )
+    question = own_question(plan)
     layout = plan.layout
     kinds = (layout.schedule,) if layout.pp > 1 else ("1f1b", "interleaved")
     answers = []

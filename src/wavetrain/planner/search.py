@@ -200,6 +200,11 @@ def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
     return state.answer(space_size(question, known), time.perf_counter() - started)
 
 
+def row_of(columns: Degrees | Options, row: int) -> tuple[int, ...]:
+    """One row of columns, in their order."""
+    return tuple(int(getattr(columns, item.name)[row]) for item in fields(columns))
+
+
 @dataclass(frozen=True)
 class Expansion:
     """Options and schedules of some degrees."""
@@ -233,8 +238,7 @@ class Expansion:
         rows, priced = self.rows, self.priced
         option, order = int(rows.option[row]), rows.orders[int(rows.order[row])]
         at = int(self.options.row[option])
-        shape = tuple(int(getattr(self.known, item.name)[at]) for item in fields(self.known))
-        chosen = tuple(int(getattr(self.options, item.name)[option]) for item in fields(self.options)[1:])
+        shape, chosen = row_of(self.known, at), row_of(self.options, option)[1:]
         pp, microbatches, blocks = shape[2], shape[5], question.model.num_blocks
         ends = [
             round(float(part[option].sum() / priced.block_s[option]), 1) for part in (priced.first_s, priced.last_s)
@@ -312,9 +316,7 @@ class _State:
         if not len(needed) or self.found or needed.min() >= self.smallest_bytes:
             return
         option = int(needed.argmin())
-        row = int(every.row[option])
-        shape = tuple(int(getattr(known, item.name)[row]) for item in fields(known))
-        chosen = tuple(int(getattr(every, item.name)[option]) for item in fields(every)[1:])
+        shape, chosen = row_of(known, int(every.row[option])), row_of(every, option)[1:]
         legal = orders(shape[2], shape[5], self.question.model.num_blocks, self.question.pins)
         for order in sorted(legal, key=lambda order: order.name != "1f1b")[:1]:
             self.smallest_bytes = float(needed[option])
@@ -329,18 +331,17 @@ class _State:
         key = every.row[single] * 2 + every.sequence_parallel[single]
         for value in np.unique(key).tolist():
             rows, row = single[key == value], value // 2
-            part = known.take(np.array([row]))
-            bound_s = mixture_bound(self.question, int(part.microbatches[0]), priced.take(rows), every.take(rows))
+            tp, cp, _, dp, microbatch, microbatches = row_of(known, row)
+            bound_s = mixture_bound(self.question, microbatches, priced.take(rows), every.take(rows))
             layout = Layout(
                 global_batch=self.question.global_batch,
-                microbatch=int(part.microbatch[0]),
-                tp=int(part.tp[0]),
+                microbatch=microbatch,
+                tp=tp,
                 sequence_parallel=bool(value % 2),
-                cp=int(part.cp[0]),
-                dp=int(part.dp[0]),
+                cp=cp,
+                dp=dp,
             )
-            cost = float(self.question.cost(bound_s, layout.num_devices))
-            self.mixtures.append((cost, bound_s, layout))
+            self.mixtures.append((float(self.question.cost(bound_s, layout.num_devices)), bound_s, layout))
 
     def try_customs(self) -> None:
         """What people do by rule of thumb, where there was no time for a proof: never worse than that."""
