@@ -36,6 +36,7 @@ from wavetrain.planner.choose import choose
 from wavetrain.planner.families import FAMILY_PLANS
 from wavetrain.planner.leaves import Certificate
 from wavetrain.planner.mixed import instance, plan_of
+from wavetrain.planner.pairs import best_pair
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.space import (
     RECOMPUTES,
@@ -373,6 +374,10 @@ class _State:
                 break
         if chosen.selection is not None:
             self.add(plan_of(made, chosen.selection), Inner(layout, end_shard, sliced, chosen.certificate))
+        if chosen.selection is None and chosen.lower is not None:  # there was no time for one
+            pair = best_pair(made.problem)
+            if pair is not None:
+                self.add(plan_of(made, pair))
         if chosen.lower is not None and chosen.gap != 0:
             bound = made.step_s(chosen.lower)
             self.lower = min(self.lower, float(self.question.cost(bound, layout.num_devices)))
