@@ -2,6 +2,7 @@
 
     WavetrainError           everything we raise on purpose
       InputError    exit 2   one or more Problems: what, where, rule, legal values, nearest
+      RunError      exit 4   a run failed: what the culprit was
 
 Each class knows the exit code it ends the command line with.
 """
@@ -67,6 +68,12 @@ class InputError(WavetrainError):
         if hidden:
             shown.append(f"and {hidden} more")
         return "\n".join(shown)
+
+
+class RunError(WavetrainError):
+    """A run failed; the text names the rank or link to blame."""
+
+    exit_code = 4
 
 
 def nearest(word: str, legal: Iterable[str], *, most: int = 3) -> tuple[str, ...]:

@@ -1,0 +1,280 @@
+"""Our executor beside torch.distributed.pipelining: measured step over the ideal of the same order, in one run.
+
+Stages are emulated: autograd functions that wait, F, I and W separately; messages are real. The ideal is the schedule's
+own length with these times and no transfer. Repetitions of all implementations alternate in the same processes; a step
+is the latest rank's end minus a common start. The time waited by each rank is checked against the nominal.
+
+    python benchmarks/executor.py [--ranks 2,4,8] [--chunk-ms 10] [--kilobytes 64] [--repeats 7] [--only wave-2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from wavetrain.runtime.chunk import Batch, Computed, wait_until
+from wavetrain.runtime.executor import Boundary, Executor
+from wavetrain.runtime.launch import run_local
+from wavetrain.runtime.transport import Grouped, tagged
+from wavetrain.runtime.world import World, gloo_group
+from wavetrain.schedule import SCHEDULES, Actions, Costs, Shape, evaluate, write_text
+
+ORDERS = {
+    "1f1b": ("1f1b", {}),
+    "interleaved": ("interleaved", {"chunks": 2}),
+    "wave-1": ("wave", {"waves": 1}),
+    "wave-2": ("wave", {"waves": 2}),
+    "wave-4": ("wave", {"waves": 4}),
+    "split wave-1": ("wave-zb", {"waves": 1}),
+    "split wave-2": ("wave-zb", {"waves": 2}),
+}
+waited_s = 0.0  # by this process
+
+
+def take(seconds: float) -> None:
+    global waited_s  # noqa: PLW0603 - autograd calls this; a process has one clock
+    wait_until(time.monotonic() + seconds)
+    waited_s += seconds
+
+
+class Chain(torch.autograd.Function):
+    """What a stage does to its input: F forward, I backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f_s: float, i_s: float) -> Tensor:
+        ctx.i_s = i_s
+        take(f_s)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        take(ctx.i_s)
+        return torch.empty_like(gradient), None, None
+
+
+class Weight(torch.autograd.Function):
+    """What a stage does for its weight: nothing forward, W backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, w_s: float) -> Tensor:
+        ctx.w_s = w_s
+        return torch.empty_like(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        take(ctx.w_s)
+        return torch.empty_like(gradient), None
+
+
+class Join(torch.autograd.Function):
+    """Where the two meet; costs nothing. A backward runs the chain first, as a whole backward of real layers would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.weight
+
+
+class Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = torch.empty_like(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return ctx.like
+
+
+class Slow(nn.Module):
+    """An emulated stage. The first has a parameter on its input's path: without one its I would not run in PyTorch."""
+
+    boundary_dtype = torch.float32
+
+    def __init__(self, number: int, depth: int, seconds: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+        self.is_first, self.is_last = number == 0, number == depth - 1
+        self.seconds = seconds
+        self.entry = nn.Parameter(torch.zeros(())) if self.is_first else None
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        return Join.apply(self.entry.expand_as(tokens), tokens)
+
+    def run(self, x: Tensor) -> Tensor:
+        f_s, i_s, w_s = self.seconds
+        return Join.apply(Chain.apply(x, f_s, i_s), Weight.apply(self.weight, w_s))
+
+    def leave(self, x: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
+        return Loss.apply(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.enter(x) if self.is_first else x)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    order: str
+    ranks: int
+    microbatches: int
+    chunk_s: float
+    kilobytes: int
+    repeats: int
+
+    @property
+    def actions(self) -> Actions:
+        kind, more = ORDERS[self.order]
+        return SCHEDULES[kind].order(Shape(self.ranks, self.microbatches, **more))
+
+    @property
+    def costs(self) -> Costs:
+        t = self.chunk_s
+        return Costs.uniform(self.actions.placement.num_stages, f=t, i=t, w=t)
+
+    @property
+    def ideal_s(self) -> float:
+        return float(evaluate(self.actions, self.costs).makespan)
+
+
+Step = Callable[[], object]
+
+
+def our_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
+    actions, split = setting.actions, setting.actions.is_split
+    placement, count = actions.placement, setting.microbatches
+    chunks = {number: Computed(stage, split=split) for number, stage in stages.items()}
+    boundary = Boundary({m: (1, batch.shape[1]) for m in range(count)})
+    transport = Grouped(rank, tagged(placement.num_stages, count))
+    executor = Executor(rank, actions, chunks, transport, boundary)
+    tokens = {m: batch[m : m + 1] for m in range(count)}
+    step = Batch(tokens, tokens, count)
+    return lambda: executor.step(step)
+
+
+def torch_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
+    depth, count = setting.actions.placement.num_stages, setting.microbatches
+    device, one = torch.device("cpu"), batch[:1].clone()
+    theirs = [
+        PipelineStage(stage, number, depth, device, input_args=one, output_args=one.clone().requires_grad_())
+        for number, stage in stages.items()
+    ]
+    if setting.order == "1f1b":
+        schedule: Any = Schedule1F1B(theirs[0], count, loss_fn=loss)
+    elif setting.order == "interleaved":
+        schedule = ScheduleInterleaved1F1B(theirs, count, loss_fn=loss)
+    else:
+        schedule = _PipelineScheduleRuntime(theirs, count, loss_fn=loss)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "order.csv"
+            file.write_text(write_text(setting.actions), encoding="utf-8")
+            schedule._load_csv(str(file))  # noqa: SLF001 - the only way to run an order of one's own
+    given = (batch,) if 0 in stages else ()
+    more = {"target": batch} if depth - 1 in stages else {}
+    return lambda: schedule.step(*given, **more)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:  # noqa: ARG001
+    return Loss.apply(output)
+
+
+def timed(step: Step) -> float:
+    """Seconds from a common start to the end of the last rank."""
+    start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    wait_until(start.item())
+    step()
+    took = torch.tensor([time.monotonic() - start.item()], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def measure(setting: Setting, world: World) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    actions = setting.actions
+    placement, t = actions.placement, setting.chunk_s
+    batch = torch.zeros(setting.microbatches, setting.kilobytes * 256)
+    makers = {"ours": our_step, "torch": torch_step}
+    steps = {}
+    for name, make in makers.items():
+        own = {s: Slow(s, placement.num_stages, (t, t, t)) for s in placement.local[world.rank]}
+        steps[name] = make(setting, world.rank, own, batch)
+    nominal = 3 * t * len(placement.local[world.rank]) * setting.microbatches
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(setting.repeats + 1):
+        for name, step in steps.items():
+            before = waited_s
+            seconds = timed(step)
+            if abs(waited_s - before - nominal) > 1e-9:
+                raise AssertionError(f"{name} waited {waited_s - before} s instead of {nominal} s on rank {world.rank}")
+            if repeat:  # the first warms up
+                found[name].append(seconds)
+    return found
+
+
+def run(setting: Setting) -> dict[str, list[float]]:
+    def work(world: World) -> None:
+        with gloo_group(world, timeout_s=60):
+            found = measure(setting, world)
+        if world.rank == 0:
+            world.give(json.dumps(found).encode())
+
+    outcome = run_local(work, setting.ranks)
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return json.loads(outcome.results[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--per-rank", default="1", help="microbatches per rank")
+    parser.add_argument("--chunk-ms", default="10")
+    parser.add_argument("--kilobytes", default="64")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default=",".join(ORDERS))
+    given = parser.parse_args()
+    print("ranks  microbatches  chunk  message  order         ideal     ours (min)      torch (min)     excess ratio")
+    for ms in map(float, given.chunk_ms.split(",")):
+        for kilobytes in map(int, given.kilobytes.split(",")):
+            for ranks in map(int, given.ranks.split(",")):
+                for order in given.only.split(","):
+                    count = ranks * int(given.per_rank)
+                    report(Setting(order, ranks, count, ms / 1e3, kilobytes, given.repeats))
+
+
+def report(setting: Setting) -> None:
+    found = {name: [s / setting.ideal_s for s in seconds] for name, seconds in run(setting).items()}
+    median = {name: statistics.median(ratios) for name, ratios in found.items()}
+    cells = "  ".join(f"{median[name]:.3f} ({min(found[name]):.3f})" for name in found)
+    excess = (median["ours"] - 1) / (median["torch"] - 1)
+    print(
+        f"{setting.ranks:5d}  {setting.microbatches:12d}  {setting.chunk_s * 1e3:3.0f} ms  {setting.kilobytes:4d} KB  "
+        f"{setting.order:12s}  {setting.ideal_s * 1e3:4.0f} ms  {cells}  {excess:6.2f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What one stage does for a microbatch: forward, backward, its two parts, recomputation. Computed, or only waited for.
+
+The scaling rule, whatever the number and sizes of microbatches: a step's loss is the mean over all its target tokens,
+so a microbatch adds the sum over its own, divided by the number of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from wavetrain.runtime.backward import Deferred, backward_input
+from wavetrain.runtime.stages import Stage
+
+SPIN_S = 50e-6  # the end of a wait is spun: a sleep ends late by about this much
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The microbatches of one step, by number; tokens for the first stage, targets for the last (-100: no target)."""
+
+    tokens: Mapping[int, Tensor] = field(default_factory=dict)
+    targets: Mapping[int, Tensor] = field(default_factory=dict)
+    num_targets: int = 0  # in the whole step, over all replicas
+
+
+class Chunk(Protocol):
+    """One stage on this rank. An end of the pipeline gets None for what has no neighbour to come from."""
+
+    def begin(self, batch: Batch) -> None: ...
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...
+
+    def recompute(self, microbatch: int) -> None: ...
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None: ...
+
+    def backward_weight(self, microbatch: int) -> None: ...
+
+    @property
+    def live(self) -> int:
+        """Microbatches whose activations it holds."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What they take."""
+
+
+@dataclass
+class Saved:
+    """What a microbatch leaves between its actions: where its graph begins and ends, and what its weights wait for."""
+
+    source: Tensor | None  # the input, or the embedding's output where a split backward begins
+    entered: GradientEdge | None = None  # the embedding's own output, cut off from `source`
+    output: GradientEdge | None = None  # None until it is computed with a graph
+    deferred: Deferred | None = None
+    num_bytes: int = 0
+
+
+class Computed:
+    """A stage that computes."""
+
+    def __init__(self, stage: Stage, *, split: bool = False, recomputed: bool = False, training: bool = True) -> None:
+        self.stage = stage
+        self._split, self._recomputed, self._training = split, recomputed, training
+        self._saved: dict[int, Saved] = {}
+        self._batch = Batch()
+        self._measured: dict[tuple[int, bool], int] = {}  # bytes held, by size of the input and with or without a graph
+        self.losses: dict[int, Tensor] = {}
+
+    @property
+    def live(self) -> int:
+        return len(self._saved)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(saved.num_bytes for saved in self._saved.values())
+
+    def begin(self, batch: Batch) -> None:
+        assert not self._saved, "a step ended with activations held"
+        self._batch = batch
+        self.losses = {}
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
+        if not self._training:
+            with torch.no_grad():
+                return self._compute(microbatch, Saved(x))
+        if x is not None:
+            x.requires_grad_()
+        saved = self._saved[microbatch] = Saved(x)
+        with torch.set_grad_enabled(not self._recomputed):
+            return self._weighed(microbatch, saved).detach()
+
+    def recompute(self, microbatch: int) -> None:
+        self._weighed(microbatch, self._saved[microbatch])
+
+    def _weighed(self, microbatch: int, saved: Saved) -> Tensor:
+        """Compute, and know what stays: measured once for each size of microbatch, by what autograd keeps."""
+        source = self._batch.tokens[microbatch] if saved.source is None else saved.source
+        key = source.numel(), torch.is_grad_enabled()
+        if key in self._measured:
+            result = self._compute(microbatch, saved)
+        else:
+            with weighing(without=self.stage.parameters()) as kept:
+                result = self._compute(microbatch, saved)
+            kept[source.untyped_storage().data_ptr()] = source.untyped_storage().nbytes()
+            self._measured[key] = sum(kept.values())
+        saved.num_bytes = self._measured[key]
+        return result
+
+    def _compute(self, microbatch: int, saved: Saved) -> Tensor:
+        """Run the stage and note the ends of its graph. The output itself is not held: only its gradient is needed."""
+        stage, hidden = self.stage, saved.source
+        if stage.is_first:
+            hidden = stage.enter(self._batch.tokens[microbatch])
+            if self._split and hidden.requires_grad:
+                saved.entered = get_gradient_edge(hidden)
+                hidden = saved.source = hidden.detach().requires_grad_()
+        assert hidden is not None, "only the first stage has no input"
+        result = stage.run(hidden)
+        if stage.is_last:
+            loss = stage.leave(result, self._batch.targets[microbatch])
+            result = loss / max(1, self._batch.num_targets)
+            self.losses[microbatch] = result.detach()
+        else:
+            result = result.to(stage.boundary_dtype)
+        if result is hidden:  # a stage without blocks
+            result = hidden.view_as(hidden)
+        if result.requires_grad:
+            saved.output = get_gradient_edge(result)
+        return result
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        saved = self._saved.pop(microbatch)
+        torch.autograd.backward((_known(saved.output),), None if gradient is None else (gradient,))
+        if saved.entered is not None:  # only where a split order also has whole backwards
+            assert saved.source is not None
+            torch.autograd.backward((saved.entered,), (saved.source.grad,))
+            return None
+        return None if saved.source is None else saved.source.grad
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        saved = self._saved[microbatch]
+        assert saved.source is not None, "an order with split backwards says so"
+        result, saved.deferred = backward_input(_known(saved.output), gradient, saved.source)
+        saved.output = None
+        if saved.entered is not None:
+            saved.source.grad = result
+            return None
+        saved.source = None
+        return result
+
+    def backward_weight(self, microbatch: int) -> None:
+        saved = self._saved.pop(microbatch)
+        assert saved.deferred is not None, "the input's gradient comes first"
+        saved.deferred.finish()
+        if saved.entered is not None:
+            assert saved.source is not None
+            torch.autograd.backward((saved.entered,), (saved.source.grad,))
+
+
+@contextmanager
+def weighing(*, without: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """The storages that autograd keeps for a backward and their bytes, each once, without those that stay anyway."""
+    staying = {tensor.untyped_storage().data_ptr() for tensor in without}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in staying:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
+def _known(output: GradientEdge | None) -> GradientEdge:
+    assert output is not None, "a backward comes after a forward with a graph"
+    return output
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds that the actions of a stage take."""
+
+    f: float
+    i: float
+    w: float
+
+
+class Emulated:
+    """A stage whose actions take their planned time and compute nothing; its messages are real."""
+
+    def __init__(self, durations: Durations, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        self._seconds, self._shape, self._dtype = durations, shape, dtype
+        self._saved: set[int] = set()
+        self.waited_s = 0.0  # in all, for checking that what was planned was done
+
+    @property
+    def live(self) -> int:
+        return len(self._saved)
+
+    @property
+    def held_bytes(self) -> int:
+        return 0
+
+    def begin(self, batch: Batch) -> None:  # noqa: ARG002
+        assert not self._saved, "a step ended with activations held"
+
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:  # noqa: ARG002
+        self._take(self._seconds.f)
+        self._saved.add(microbatch)
+        return torch.empty(self._shape, dtype=self._dtype)
+
+    def recompute(self, microbatch: int) -> None:  # noqa: ARG002
+        self._take(self._seconds.f)
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:  # noqa: ARG002
+        self._take(self._seconds.i + self._seconds.w)
+        self._saved.remove(microbatch)
+        return torch.empty(self._shape, dtype=self._dtype)
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:  # noqa: ARG002
+        self._take(self._seconds.i)
+        return torch.empty(self._shape, dtype=self._dtype)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._take(self._seconds.w)
+        self._saved.remove(microbatch)
+
+    def _take(self, seconds: float) -> None:
+        wait_until(time.monotonic() + seconds)
+        self.waited_s += seconds
+
+
+def wait_until(moment_s: float) -> None:
+    """Sleep until a moment of the monotonic clock, the last of it spinning."""
+    rest = moment_s - time.monotonic() - SPIN_S
+    if rest > 0:
+        time.sleep(rest)
+    while time.monotonic() < moment_s:
+        pass

@@ -1,0 +1,210 @@
+"""One rank's actions, carried out in order: a plain interpreter. Whatever the schedule, there is no other loop.
+
+Results are kept by the microbatch they belong to, never by order of arrival. A result for another stage of this rank is
+handed over as it is; one for another rank is sent. A receive is posted some places before its own, and waited for when
+it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wavetrain.runtime.chunk import Batch, Chunk
+from wavetrain.runtime.progress import Phase, Progress
+from wavetrain.runtime.transport import Message, Transport
+from wavetrain.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Actions, Kind
+from wavetrain.schedule.passes import add_communication, message
+from wavetrain.schedule.placement import Placement
+from wavetrain.schedule.table import uncollected
+
+AHEAD = 4  # receives posted before their place; two are enough on gloo, each more costs a buffer
+
+
+class Moment(NamedTuple):
+    """One action as it happened; times of this host's monotonic clock."""
+
+    name: str
+    lane: str
+    start_s: float
+    end_s: float
+    live: int  # activations (of one stage and microbatch) that the rank holds after it
+    held_bytes: int  # and what they take
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensor that crosses between stages: known from the plan, so nobody asks."""
+
+    shapes: Mapping[int, tuple[int, ...]]  # by microbatch
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    def buffer(self, microbatch: int) -> Tensor:
+        return torch.empty(self.shapes[microbatch], dtype=self.dtype, device=self.device)
+
+
+class Instruction(NamedTuple):
+    """An action with everything looked up that is the same in every step."""
+
+    name: str
+    action: Action
+    stage: int
+    microbatch: int
+    run: Callable[[Instruction], None]
+    uses: Message | None = None  # what it needs or, as a message, is
+    peer: int = -1  # the rank at the other end of that
+    makes: Message | None = None  # what its result is called
+
+
+Before = Callable[[int, Action], None]  # (step, action): called before each action; faults are injected here
+
+
+class Executor:
+    """Runs one rank's row of a schedule; holds results on their way from one action to another."""
+
+    def __init__(
+        self,
+        rank: int,
+        actions: Actions,
+        chunks: Mapping[int, Chunk],
+        transport: Transport,
+        boundary: Boundary,
+        *,
+        progress: Progress | None = None,
+        before: Before | None = None,
+    ) -> None:
+        complete = actions if actions.has_communication else add_communication(actions)
+        self.rank, self.chunks = rank, chunks
+        self.progress = progress or Progress(rank)
+        self._transport, self._boundary, self._before = transport, boundary, before
+        self._results: dict[Message, Tensor | None] = {}
+        self._program = [self._instruction(action, complete.placement) for action in complete.ranks[rank]]
+        self._receives = [line for line in self._program if line.action.kind in RECEIVES]
+        self._posted = self._passed = 0  # receives that were posted; whose place was passed
+        self._moments: list[Moment] = []
+
+    def step(self, batch: Batch) -> list[Moment]:
+        """Run all actions once. What the microbatches cost is then in the last stage's `losses`."""
+        progress, self._moments = self.progress, []
+        self._posted = self._passed = 0
+        for chunk in self.chunks.values():
+            chunk.begin(batch)
+        self._post(AHEAD)
+        with uncollected():  # a collection of cycles in one rank would be waited for by all
+            for position, line in enumerate(self._program):
+                progress.computing(position, line.name)
+                if self._before is not None:
+                    self._before(progress.step, line.action)
+                line.run(line)
+            self._transport.finish()
+        progress.step += 1
+        progress.enter(Phase.COLLECTIVE)
+        assert not self._results, "a step ended with results that nobody used"
+        return self._moments
+
+    # --- what each kind of action does ---
+
+    def _forward(self, line: Instruction) -> None:
+        chunk, x = self.chunks[line.stage], self._input(line)
+        start = time.monotonic()
+        result = chunk.forward(line.microbatch, x)
+        self._note(line, start)
+        if line.makes is not None:
+            self._results[line.makes] = result
+
+    def _backward(self, line: Instruction) -> None:
+        chunk, gradient = self.chunks[line.stage], self._input(line)
+        run = chunk.backward if line.action.kind is Kind.B else chunk.backward_input
+        start = time.monotonic()
+        result = run(line.microbatch, gradient)
+        self._note(line, start)
+        if line.makes is not None:
+            self._results[line.makes] = result
+
+    def _weight(self, line: Instruction) -> None:
+        start = time.monotonic()
+        self.chunks[line.stage].backward_weight(line.microbatch)
+        self._note(line, start)
+
+    def _recompute(self, line: Instruction) -> None:
+        start = time.monotonic()
+        self.chunks[line.stage].recompute(line.microbatch)
+        self._note(line, start)
+
+    def _send(self, line: Instruction) -> None:
+        assert line.uses is not None
+        result = self._results.pop(line.uses)
+        assert result is not None, f"{line.name} has nothing to send"
+        start = time.monotonic()
+        self._transport.send(line.uses, line.peer, result)
+        self._note(line, start, f"send to {line.peer}")
+
+    def _receive(self, line: Instruction) -> None:  # noqa: ARG002
+        self._passed += 1
+        self._post(self._passed + AHEAD)
+
+    # --- what they share ---
+
+    def _input(self, line: Instruction) -> Tensor | None:
+        if line.uses is None:
+            return None
+        if line.peer == self.rank:
+            return self._results.pop(line.uses)
+        self.progress.waiting(str(line.uses), line.peer)
+        arrived = self._transport.wait(line.uses)
+        self.progress.enter(Phase.COMPUTING)
+        return arrived
+
+    def _post(self, up_to: int) -> None:
+        """Post receives in their order, up to a number of them."""
+        for line in self._receives[self._posted : up_to]:
+            assert line.uses is not None
+            self._transport.post(line.uses, line.peer, self._boundary.buffer(line.microbatch))
+            self._posted += 1
+
+    def _note(self, line: Instruction, start_s: float, lane: str = "compute") -> None:
+        end_s = time.monotonic()
+        live = held = 0
+        for chunk in self.chunks.values():
+            live += chunk.live
+            held += chunk.held_bytes
+        self._moments.append(Moment(line.name, lane, start_s, end_s, live, held))
+
+    # --- before the first step ---
+
+    def _instruction(self, action: Action, placement: Placement) -> Instruction:
+        stage, kind, microbatch = action
+        assert microbatch is not None, f"{action} comes with sharding"
+        run = {Kind.F: self._forward, Kind.W: self._weight, Kind.RECOMPUTE: self._recompute}.get(kind, self._backward)
+        line = Instruction(str(action), action, stage, microbatch, run)
+        if kind in SENDS:
+            what = Message(*_receive_of(action))
+            return line._replace(run=self._send, uses=what, peer=placement.ranks[what.stage])
+        if kind in RECEIVES:
+            source = stage - 1 if kind is Kind.RECV_F else stage + 1
+            return line._replace(run=self._receive, uses=Message(kind, stage, microbatch), peer=placement.ranks[source])
+        if kind not in COMPUTE or kind is Kind.W:
+            return line
+        ahead = kind is Kind.F
+        source, target = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
+        begins, ends = placement.is_first(stage), placement.is_last(stage)
+        if not (begins if ahead else ends):
+            uses = Message(Kind.RECV_F if ahead else Kind.RECV_B, stage, microbatch)
+            line = line._replace(uses=uses, peer=placement.ranks[source])
+        if not (ends if ahead else begins):
+            line = line._replace(makes=Message(Kind.RECV_F if ahead else Kind.RECV_B, target, microbatch))
+        return line
+
+
+def _receive_of(send: Action) -> tuple[Kind, int, int]:
+    """The receive that belongs to a send."""
+    made = Action(send.stage, Kind.F if send.kind is Kind.SEND_F else Kind.I, send.microbatch)
+    _, receive = message(made)
+    assert receive.microbatch is not None
+    return receive.kind, receive.stage, receive.microbatch

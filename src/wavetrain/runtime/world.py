@@ -1,0 +1,188 @@
+"""`World`: one rank's place among all, and its store. Read from torchrun's or Slurm's variables, or given by `launch`.
+
+Nothing here is global: a `World` is made where a process starts and is passed down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+from wavetrain.base.errors import InputError, Problem
+from wavetrain.runtime.progress import Progress
+
+PATIENCE_S = 60.0  # for a connection to the store, and for all ranks to meet
+TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM: Final = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_FIRST_PORT, _PORTS = 16384, 16384  # below Linux's range of ports for outgoing connections
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which rank a process is, and where the store of all ranks is; known before anything is connected."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    attempt: int = 0  # restarts so far: each has keys of its own in the store
+    serves: bool = False  # whether this rank runs the store
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A connected `Place`. The store's keys are this attempt's own."""
+
+    place: Place
+    store: dist.Store
+    progress: Progress
+    given: bytearray | int  # where `give` puts its bytes: memory or a file number
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+    def give(self, data: bytes) -> None:
+        """Hand bytes of any length to whoever started this rank (`Outcome.results`); later bytes are appended."""
+        if isinstance(self.given, bytearray):
+            self.given += data
+            return
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self.given, rest) :]
+
+
+def join(place: Place, *, progress: Progress | None = None, given: int | None = None) -> World:
+    """Connect a place to the store, which its first rank starts where no launcher has."""
+    store = connect(place, serve=place.serves)
+    progress = progress or Progress(rank=place.rank)
+    return World(place=place, store=store, progress=progress, given=bytearray() if given is None else given)
+
+
+def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S) -> dist.Store:
+    """A connection of its own to the store, under this attempt's prefix.
+
+    A restart that read an earlier attempt's keys would look for peers that are gone (4 of 8 restarts failed so).
+    """
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
+    return attempt_store(store, place.attempt)
+
+
+def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
+    """The keys of one attempt."""
+    return dist.PrefixStore(f"wavetrain/attempt_{attempt}", store)
+
+
+@contextmanager
+def gloo_group(world: World, *, timeout_s: float) -> Iterator[None]:
+    """All ranks' process group, over the interface that GLOO_SOCKET_IFNAME names (else the one the host name is on)."""
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def place_from_environment(environ: Mapping[str, str]) -> Place | None:
+    """The place that torchrun's or else Slurm's variables state; None where neither has started this process."""
+    if any(name in environ for name in TORCHRUN[:3]):
+        return _torchrun(environ)
+    if "SLURM_PROCID" in environ:
+        return _slurm(environ)
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place:
+    _all_set(environ, TORCHRUN, "torchrun")
+    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    rank, size, local_rank = _ranks(environ, *TORCHRUN[:3])
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        host=environ["MASTER_ADDR"],
+        port=_number(environ, "MASTER_PORT", least=1, most=65535),
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+        serves=rank == 0 and not shared,
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    _all_set(environ, SLURM, "srun")
+    rank, size, local_rank = _ranks(environ, *SLURM)
+    host = environ.get("MASTER_ADDR") or _first_of_nodes(environ)
+    if "MASTER_PORT" in environ:
+        port = _number(environ, "MASTER_PORT", least=1, most=65535)
+    else:
+        port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
+    attempt = _number(environ, "SLURM_RESTART_COUNT", default=0)
+    return Place(rank=rank, size=size, local_rank=local_rank, host=host, port=port, attempt=attempt, serves=rank == 0)
+
+
+def _all_set(environ: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
+    missing = [name for name in names if not environ.get(name, "").strip()]
+    if missing:
+        there = [name for name in names if name not in missing]
+        rule = f"not set, though {', '.join(there)} {'is' if len(there) == 1 else 'are'}" if there else "is empty"
+        remedy = f"start with {launcher}, or with --local N and without these variables"
+        raise InputError(Problem(where=f"environment  {name}", rule=rule, remedy=remedy) for name in missing)
+
+
+def _number(
+    environ: Mapping[str, str], name: str, *, least: int = 0, most: int = 2**31, default: int | None = None
+) -> int:
+    text = environ.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+        rule = f"must be a whole number from {least} to {most}" if text else "not set"
+        raise InputError(Problem(where="environment", key=name, value=environ.get(name), rule=rule))
+    return int(text)
+
+
+def _ranks(environ: Mapping[str, str], rank_name: str, size_name: str, local_name: str) -> tuple[int, int, int]:
+    rank, size, local = (_number(environ, name) for name in (rank_name, size_name, local_name))
+    if rank >= size:
+        rule = f"ranks count from 0, so it must be less than {size_name} ({size})"
+        raise InputError(Problem(where="environment", key=rank_name, value=rank, rule=rule))
+    if local > rank:
+        rule = f"a rank's number on its host can't be above its number among all, {rank_name} ({rank})"
+        raise InputError(Problem(where="environment", key=local_name, value=local, rule=rule))
+    return rank, size, local
+
+
+def _first_of_nodes(environ: Mapping[str, str]) -> str:
+    name = next((name for name in _NODELISTS if environ.get(name)), "")
+    if not name:
+        raise InputError(Problem(where=f"environment  {_NODELISTS[0]}", rule="not set", remedy="start with srun"))
+    host = first_host(environ[name])
+    if host is None:
+        rule = "is no list of hosts; they read like node1,node[03-07,9]"
+        raise InputError(Problem(where="environment", key=name, value=environ[name], rule=rule))
+    return host
+
+
+def first_host(nodes: str) -> str | None:
+    """The first host of a Slurm list: `node[03-07,9],gpu1` -> `node03`; several brackets are allowed."""
+    pattern = r"(?:[A-Za-z0-9._-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
+    match = re.match(rf"({pattern})(?:,|$)", nodes.strip())
+    return re.sub(r"\[([0-9]+)[^]]*\]", r"\1", match[1]) if match else None
