@@ -101,13 +101,18 @@ def rank_stages(case: Case, rank: int, dtype: torch.dtype = torch.float32) -> di
     return stages
 
 
-def run_rank(case: Case, rank: int, transport: Transport, wrap: Callable[[Executor], None] | None = None) -> Result:
+Wrap = Callable[[Executor], None]
+
+
+def run_rank(
+    case: Case, rank: int, transport: Transport, wrap: Wrap | None = None, *, training: bool = True
+) -> Result:
     """One rank's step, shared gradients added."""
     actions = case.actions
     stages = rank_stages(case, rank)
     recomputed = {a.stage for row in actions.ranks for a in row if a.kind is Kind.RECOMPUTE}
     chunks = {
-        number: Computed(stage, split=actions.is_split, recomputed=number in recomputed)
+        number: Computed(stage, split=actions.is_split, recomputed=number in recomputed, training=training)
         for number, stage in stages.items()
     }
     shapes = {m: (*tokens.shape, HIDDEN) for m, tokens in case.batch.tokens.items()}
@@ -115,7 +120,8 @@ def run_rank(case: Case, rank: int, transport: Transport, wrap: Callable[[Execut
     if wrap is not None:
         wrap(executor)
     moments = executor.step(case.batch)
-    add_shared(shared_groups(case), stages, actions.placement, rank, transport)
+    if training:
+        add_shared(shared_groups(case), stages, actions.placement, rank, transport)
     result = Result(moments={rank: moments})
     for number, chunk in chunks.items():
         result.losses |= chunk.losses
@@ -130,13 +136,13 @@ def shared_groups(case: Case) -> Any:
     return groups_of(names, case.parts.ties, case.actions.placement)
 
 
-def run_threads(case: Case, wrap: Callable[[Executor], None] | None = None) -> Result:
+def run_threads(case: Case, wrap: Wrap | None = None, *, training: bool = True) -> Result:
     """The whole pipeline in this process, a thread per rank."""
     post, results, errors = Post(), {}, []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = run_rank(case, rank, Mailbox(rank, post), wrap)
+            results[rank] = run_rank(case, rank, Mailbox(rank, post), wrap, training=training)
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
             post.close()

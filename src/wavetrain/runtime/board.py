@@ -13,15 +13,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-import torch.distributed as dist
-
 from wavetrain.runtime.progress import Phase, Progress
 from wavetrain.runtime.report import Status
+from wavetrain.runtime.world import Store
 
 CHECK_S = 0.25  # how often a rank looks whether it has something to say
 BEAT_S = 0.5  # how often it says that it lives
@@ -65,13 +64,14 @@ class SharedProgress(Progress):
 class Heart:
     """Publishes one rank's progress until stopped."""
 
-    def __init__(self, progress: Progress, store: dist.Store, *, also: Callable[[], None] | None = None) -> None:
+    def __init__(self, progress: Progress, store: Store, *, also: Callable[[], None] | None = None) -> None:
         self.progress = progress
         self._also = also  # done with each beat, in the heartbeat's thread
         self._store = store
         self._beats = 0
         self._published: tuple[int, float] = (-1, 0.0)  # count, when
         self._trace = ""
+        self._order = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -85,9 +85,11 @@ class Heart:
         self._thread.join(timeout=2 * CHECK_S)
 
     def failed(self, error: BaseException, trace: str = "") -> None:
-        """Last words, delivered before this returns."""
+        """Last words, delivered before this returns; the store keeps the order in which ranks failed."""
         self._trace = trace
-        self.progress.failed(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):
+            self._order = self._store.add("failures", 1)
+        self.progress.failed(" <- ".join(f"{type(e).__name__}: {e}" for e in _with_causes(error)))
         self.publish(surely=True)
 
     def done(self) -> None:
@@ -105,8 +107,9 @@ class Heart:
                 "host": socket.gethostname(),
                 "kernel": kernel(),
                 "trace": self._trace,
+                "order": self._order,
             }
-            with contextlib.suppress(RuntimeError):  # dist.DistError is one
+            with contextlib.suppress(RuntimeError):  # torch's DistError is one
                 self._store.set(_key(self.progress.rank), json.dumps(words))
                 if surely:
                     self._store.check([_key(self.progress.rank)])
@@ -135,7 +138,7 @@ class _Seen:
 class Board:
     """All ranks' last words. `begun_s` is when the reader began: ranks that never spoke are as old as that."""
 
-    def __init__(self, store: dist.Store, size: int, *, pages: Mapping[int, mmap.mmap] | None = None) -> None:
+    def __init__(self, store: Store, size: int, *, pages: Mapping[int, mmap.mmap] | None = None) -> None:
         self.size = size
         self._pages = pages or {}
         self._store = store
@@ -143,7 +146,7 @@ class Board:
         self._seen: dict[int, _Seen] = {}
 
     def read(self, *, exits: Mapping[int, int] | None = None, pids: Mapping[int, int] | None = None) -> list[Status]:
-        """Every rank's status now; never waits for a rank. `exits` and `pids` are what a parent knows of its children."""
+        """Every rank's status now; waits for none. `exits` and `pids` are what a parent knows of its children."""
         known = sorted(self._seen)
         words = dict(zip(known, self._store.multi_get([_key(rank) for rank in known]), strict=True)) if known else {}
         for rank in range(self.size):
@@ -163,7 +166,8 @@ class Board:
         words = json.loads(text)
         progress = Progress(**{name: words[name] for name in _FIELDS} | {"phase": Phase(words["phase"])})
         changed_s = seen.changed_s if seen is not None and seen.count == progress.count else now
-        status = Status(rank=rank, progress=progress, host=words["host"], pid=words["pid"], trace=words["trace"])
+        facts = {name: words[name] for name in ("host", "pid", "trace", "order")}
+        status = Status(rank=rank, progress=progress, **facts)
         self._seen[rank] = _Seen(text, progress.count, changed_s, now, words["kernel"] == kernel(), status)
 
     def _status(self, rank: int, now: float, exits: Mapping[int, int], pids: Mapping[int, int]) -> Status:
@@ -210,6 +214,16 @@ def process_state(pid: int) -> str:
     except OSError:
         return "X"
     return text.rpartition(")")[2].split()[0]
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused it, and so on: a lost connection may stand under another name."""
+    at: BaseException | None = error
+    for _ in range(5):
+        if at is None:
+            return
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
 
 def _key(rank: int) -> str:

@@ -178,7 +178,7 @@ def weighing(*, without: Iterable[Tensor]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in staying:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node saved would keep the node alive, and the node it
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield kept

@@ -1,4 +1,4 @@
-"""Starts ranks and ends them: `run_local` forks them here and watches them, `run_rank` is one rank of torchrun's or Slurm's.
+"""Starts ranks and ends them: `run_local` forks them here and watches them; `run_rank` is one of torchrun's or Slurm's.
 
 Forked ranks need no second import of torch (64 ranks start in seconds). Each is in a process group of its own and dies
 with its parent, whatever ends that. When one fails or hangs, the report names the culprit and all are ended.
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -17,28 +18,32 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from wavetrain.base.codec import dumps
 from wavetrain.base.errors import RunError, WavetrainError
 from wavetrain.runtime.board import CHECK_S, PAGE_BYTES, Board, Heart, SharedProgress
-from wavetrain.runtime.progress import Progress
-from wavetrain.runtime.report import Limits, Report, Status, diagnose, trouble
-from wavetrain.runtime.world import Place, World, attempt_store, connect, join
+from wavetrain.runtime.progress import Phase, Progress
+from wavetrain.runtime.report import Limits, Report, diagnose, trouble
+from wavetrain.runtime.world import Place, World, connect, join, serve
 from wavetrain.schedule.action import Actions
 
 Work = Callable[[World], int | None]
+Prepare = Callable[[int], None]
 LOG = logging.getLogger(__name__)
 INTERRUPTED = 130
+ABORT = "abort"  # the store's key under which the report of a failed run is
+MOST_WATCHERS = 8  # ranks that read all others; each rank looks for the report only
+VERDICT_S = 4.0  # for a report to come, beyond the grace
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STACK_SIGNAL = signal.SIGUSR1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +54,7 @@ class Outcome:
     """How a run ended: 0 or what its ranks returned, 4 with a report, 130 if interrupted."""
 
     exit_code: int
-    report: Report | None
+    report: Report | None = None
     results: tuple[bytes, ...]  # by rank, what it gave with `World.give`
     exits: tuple[int, ...]  # by rank; -9: killed by signal 9
     ended_s: float = 0.0  # from the detection of trouble until every process was gone
@@ -69,7 +74,7 @@ def run_local(
     actions: Actions | None = None,
     report_dir: Path | None = None,
     host: str = "127.0.0.1",
-    prepare: Callable[[int], None] | None = None,
+    prepare: Prepare | None = None,
 ) -> Outcome:
     """Run `work` on each of `ranks` forked processes until all are done, one fails, or they hang.
 
@@ -78,54 +83,47 @@ def run_local(
     process has threads that matter to the ranks: they are not forked.
     """
     limits = limits or Limits()
-    with socket.create_server((host, 0), backlog=4096) as listener:
+    with socket.create_server((host, 0), backlog=4096) as listener, contextlib.closing(_Children()) as children:
         port = listener.getsockname()[1]
         places = [Place(rank=r, size=ranks, local_rank=r, host=host, port=port) for r in range(ranks)]
-        children = _Children()
         try:
             for place in places:
                 children.fork(place, work, prepare, listener)
-            store = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-            )
-            board = Board(attempt_store(store, 0), ranks, pages=children.pages)
-            report = _watch(children, board, limits, actions)
-            return _outcome(children, report, limits, report_dir)
+            board = Board(serve(places[0], listener), ranks, pages=children.pages)
+            begun_s, report = 0.0, None
+            if not _all_done(children, board, limits):
+                begun_s = time.monotonic()
+                report = _explain(children, board, limits, actions)
+                announce(report, report_dir)
+            children.end(limits.end_s)
         except KeyboardInterrupt:
             children.end(limits.end_s)
-            return Outcome(
-                exit_code=INTERRUPTED, report=None, results=children.results(), exits=children.exit_codes(ranks)
-            )
-        finally:
-            children.end(limits.end_s)
-            children.close()
+            return Outcome(exit_code=INTERRUPTED, results=children.results(), exits=children.exit_codes())
+        exits = children.exit_codes()
+        if report is None:
+            return Outcome(exit_code=max(exits), results=children.results(), exits=exits)
+        ended_s = time.monotonic() - begun_s
+        code = RunError.exit_code
+        return Outcome(exit_code=code, report=report, results=children.results(), exits=exits, ended_s=ended_s)
 
 
-def _watch(children: _Children, board: Board, limits: Limits, actions: Actions | None) -> Report | None:
-    """The report of what went wrong; None when every rank has ended by itself, its work done."""
+def _all_done(children: _Children, board: Board, limits: Limits) -> bool:
+    """Wait until every rank has ended by itself, its work done (True), or something is wrong."""
     while True:
         children.wait(CHECK_S)
-        statuses = board.read(exits=children.exits, pids=children.pids)
-        if trouble(statuses, limits):
-            break
+        if trouble(board.read(exits=children.exits, pids=children.pids), limits):
+            return False
         if len(children.exits) == board.size:
-            return None
+            return True
+
+
+def _explain(children: _Children, board: Board, limits: Limits, actions: Actions | None) -> Report:
+    """What went wrong, after a moment for the other ranks' last words."""
     until = time.monotonic() + limits.grace_s
     while (left := until - time.monotonic()) > 0 and len(children.exits) < board.size:
         children.wait(left)
     report = diagnose(board.read(exits=children.exits, pids=children.pids), limits, actions)
     return children.with_stack(report)
-
-
-def _outcome(children: _Children, report: Report | None, limits: Limits, report_dir: Path | None) -> Outcome:
-    begun_s = time.monotonic()
-    if report is not None:
-        announce(report, report_dir)
-    children.end(limits.end_s)
-    exits = children.exit_codes(len(children.pids))
-    code = max(exits, default=0) if report is None else RunError.exit_code
-    ended_s = limits.grace_s + time.monotonic() - begun_s if report else 0.0
-    return Outcome(exit_code=code, report=report, results=children.results(), exits=exits, ended_s=ended_s)
 
 
 def announce(report: Report, report_dir: Path | None) -> None:
@@ -151,7 +149,7 @@ class _Children:
         self._ranks: dict[int, int] = {}  # by process file number
         self._poll = select.poll()
 
-    def fork(self, place: Place, work: Work, prepare: Callable[[int], None] | None, listener: socket.socket) -> None:
+    def fork(self, place: Place, work: Work, prepare: Prepare | None, listener: socket.socket) -> None:
         self._given[place.rank] = os.memfd_create(f"result-{place.rank}")
         self._stacks[place.rank] = os.memfd_create(f"stack-{place.rank}")
         page = self.pages[place.rank] = mmap.mmap(-1, PAGE_BYTES)
@@ -165,9 +163,8 @@ class _Children:
         if pid == 0:
             _become_rank(parent, self._stacks[place.rank])
             listener.close()
-            if prepare is not None:
-                prepare(place.rank)
-            _run_forked(work, place, SharedProgress(rank=place.rank, page=page), self._given[place.rank])
+            progress = SharedProgress(rank=place.rank, page=page)
+            _run_forked(work, place, prepare, progress, self._given[place.rank])
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the child does the same; whoever comes first
         self.pids[place.rank] = pid
@@ -217,10 +214,11 @@ class _Children:
     def results(self) -> tuple[bytes, ...]:
         return tuple(_content(self._given[rank]) for rank in sorted(self._given))
 
-    def exit_codes(self, ranks: int) -> tuple[int, ...]:
-        return tuple(self.exits.get(rank, -signal.SIGKILL) for rank in range(ranks))
+    def exit_codes(self) -> tuple[int, ...]:
+        return tuple(self.exits.get(rank, -signal.SIGKILL) for rank in sorted(self.pids))
 
     def close(self) -> None:
+        self.end(0.0)
         for number in (*self._given.values(), *self._stacks.values(), *self._ranks):
             os.close(number)
         for page in self.pages.values():
@@ -244,9 +242,11 @@ def _become_rank(parent: int, stack: int) -> None:
     torch.set_num_threads(1)
 
 
-def _run_forked(work: Work, place: Place, progress: Progress, given: int) -> NoReturn:
+def _run_forked(work: Work, place: Place, prepare: Prepare | None, progress: Progress, given: int) -> NoReturn:
     code = RunError.exit_code
     try:
+        if prepare is not None:
+            prepare(place.rank)
         if place.host.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         world = join(place, progress=progress, given=given)
@@ -256,10 +256,7 @@ def _run_forked(work: Work, place: Place, progress: Progress, given: int) -> NoR
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
 
 
 def _run(work: Work, world: World, heart: Heart) -> int:
@@ -275,6 +272,145 @@ def _run(work: Work, world: World, heart: Heart) -> int:
         return RunError.exit_code
     heart.done()
     return code
+
+
+def run_rank(
+    work: Work,
+    place: Place,
+    *,
+    limits: Limits | None = None,
+    actions: Actions | None = None,
+    report_dir: Path | None = None,
+) -> int:
+    """Be one rank that torchrun or Slurm has started: its exit code, when all ranks are done.
+
+    There is no parent of ours, so ranks watch one another. Where something is wrong, one of them says what, and all end
+    at once with exit code 4, without returning from here.
+    """
+    world = join(place)
+    guard = _Guard(place, limits or Limits(), actions, report_dir)
+    heart = Heart(world.progress, connect(place), also=guard.check_reach)
+    with guard.hearing_signals():
+        heart.start()
+        guard.start()
+        code = _run(work, world, heart)
+        if world.progress.phase is Phase.FAILED:
+            guard.await_verdict()
+            LOG.error("rank %d failed: %s", place.rank, world.progress.error)
+        else:
+            _await_all(world)
+        guard.stop()
+        heart.stop()
+    return code
+
+
+def _await_all(world: World) -> None:
+    """Leave together: the store, and those that watch, are needed until the last rank is done."""
+    with contextlib.suppress(RuntimeError):  # the rank that runs the store saw all done and left
+        done = world.store.add("done", 1)
+        while done < world.size:
+            time.sleep(CHECK_S / 5)
+            done = world.store.add("done", 0)
+
+
+class _Guard:
+    """A thread that looks for trouble among all ranks and ends this one when there is."""
+
+    def __init__(self, place: Place, limits: Limits, actions: Actions | None, report_dir: Path | None) -> None:
+        self._place, self._limits, self._actions, self._report_dir = place, limits, actions, report_dir
+        self._store = connect(place)
+        self._board = Board(self._store, place.size)
+        self._watches = place.rank % -(-place.size // MOST_WATCHERS) == 0
+        self._stop = False
+        self._reached_s = time.monotonic()
+        self._misses = 0
+        self._ear, self._voice = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop = True
+        os.write(self._voice, b"\0")
+        self._thread.join(timeout=2.0)
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """The thread hears SIGTERM even while the main one is inside gloo: torchrun sends it as soon as a rank dies."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        voice = signal.set_wakeup_fd(self._voice, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(voice)
+            signal.signal(signal.SIGTERM, before)
+
+    def await_verdict(self) -> None:
+        """Stay while the others find out who is to blame; the thread ends this process then."""
+        self._thread.join(timeout=self._limits.grace_s + VERDICT_S)
+
+    def check_reach(self) -> None:
+        """End a rank that can't reach the store (called by the heartbeat, as reading may block for ever)."""
+        age_s = time.monotonic() - self._reached_s
+        self._misses = self._misses + 1 if age_s > self._limits.wait_s + VERDICT_S else 0
+        if self._misses > 4:  # not after a mere pause of this process
+            LOG.error("rank %d has not reached the store for %.1f s: its network is cut", self._place.rank, age_s)
+            _leave(RunError.exit_code)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self._look(asked_to_end=self._heard_sigterm(2 * CHECK_S))
+        except RuntimeError as error:  # torch's DistError is one
+            if not self._stop:
+                whose = "" if self._place.serves else f" at {self._place.host}:{self._place.port}"
+                LOG.error("rank %d lost the store%s: %s", self._place.rank, whose, str(error).partition("\n")[0])
+                _leave(RunError.exit_code)
+
+    def _heard_sigterm(self, seconds: float) -> bool:
+        if not select.select([self._ear], [], [], seconds)[0]:
+            return False
+        return signal.SIGTERM in os.read(self._ear, 64)
+
+    def _look(self, *, asked_to_end: bool) -> None:
+        if self._store.check([ABORT]):
+            self._end()
+        wrong = (self._watches or asked_to_end) and trouble(self._board.read(), self._limits)
+        self._reached_s = time.monotonic()
+        if wrong:
+            time.sleep(min(self._limits.grace_s, 0.3) if asked_to_end else self._limits.grace_s)
+            self._abort(diagnose(self._board.read(), self._limits, self._actions))
+        if asked_to_end:
+            _leave(128 + signal.SIGTERM)
+
+    def _abort(self, report: Report) -> None:
+        """The first to find out speaks for all."""
+        mine = json.dumps({"by": self._place.rank, **report.document()})
+        if self._store.compare_set(ABORT, "", mine) == mine.encode():
+            announce(report, self._report_dir)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """Leave, and let no stopped rank of this machine stay: launchers ask it to end and wait half a minute."""
+        for status in self._board.read():
+            if status.state.upper() == "T":
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(status.pid, signal.SIGKILL)
+        if self._place.serves:
+            time.sleep(4 * CHECK_S)  # until the others have read the report
+        _leave(RunError.exit_code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process now, whatever its main thread is in."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _kill(group: int, number: int) -> None:

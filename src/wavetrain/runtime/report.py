@@ -53,6 +53,11 @@ class Limits:
         return max(self.start_s, self.wait_s) if phase is Phase.STARTING else self.wait_s
 
     @property
+    def hush_s(self) -> float:
+        """The silence that tells a rank cut off from one that is busy; shorter than the wait that shows the hang."""
+        return min(self.silent_s, 0.75 * self.wait_s)
+
+    @property
     def patience_s(self) -> float:
         """The longest a rank may wait for one that does make progress."""
         return 10 * self.wait_s
@@ -71,6 +76,7 @@ class Status:
     host: str = ""
     pid: int = 0
     trace: str = ""  # of the exception, or of what it was doing
+    order: int = 0  # among the ranks that failed, from 1
 
     @property
     def phase(self) -> Phase:
@@ -130,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
     def _sentence(self) -> str:
-        links = []
+        links: list[str] = []
         for rank in reversed(self.chain[1:]):
             links.append(f"{'which' if links else f'rank {rank}'} {_waits(self.statuses[rank], self.chain)}")
         closing = re.split(r"[:(,]", self.why.removeprefix(f"rank {self.culprit} "))[0].strip()
@@ -169,84 +175,81 @@ def _is_hung(status: Status, statuses: Sequence[Status], limits: Limits) -> bool
 
 def diagnose(statuses: Sequence[Status], limits: Limits, actions: Actions | None = None) -> Report:
     """Who is to blame, given that something is wrong. `actions` tell a lost message from one that was never sent."""
-    for cause in Cause:
+    for cause in Cause:  # gravest first
         guilty = [s for s in statuses if _guilty_of(s, cause, statuses, limits)]
         if guilty:
             depth = {s.rank: len(_blocked_by(s.rank, statuses)) for s in guilty}
-            first = max(guilty, key=lambda s: (s.unchanged_s if cause is Cause.EXCEPTION else 0.0, depth[s.rank]))
+            first = min(guilty, key=lambda s: (s.order, -depth[s.rank]))
             return _report(first.rank, cause, _why(first, cause), statuses)
     return _link(statuses, actions)
 
 
 def _guilty_of(status: Status, cause: Cause, statuses: Sequence[Status], limits: Limits) -> bool:
-    ended_early = status.is_over and status.phase is not Phase.DONE and not status.error
-    alive = not status.is_over and status.phase is not Phase.DONE
+    if cause is Cause.LEFT:
+        return status.phase is Phase.DONE and any(status.rank in _needs(s, statuses) for s in statuses)
+    if cause is Cause.EXCEPTION:
+        return bool(status.error) and not status.lost_connection
+    if status.phase in (Phase.DONE, Phase.FAILED):
+        return False
+    if status.is_over:
+        return cause is Cause.EXITED or (cause is Cause.KILLED and (status.exit_code or 0) < 0)
+    return _troubles_alive(status, cause, limits)
+
+
+def _troubles_alive(status: Status, cause: Cause, limits: Limits) -> bool:
+    """Whether a process that has not ended blocks the others in this way."""
     overdue = status.unchanged_s > limits.of(status.phase)
-    match cause:
-        case Cause.KILLED:
-            return ended_early and (status.exit_code or 0) < 0
-        case Cause.EXCEPTION:
-            return bool(status.error) and not status.lost_connection
-        case Cause.EXITED:
-            return ended_early
-        case Cause.STOPPED:
-            return alive and status.state.upper() == "T"
-        case Cause.SILENT:
-            return alive and status.progress is not None and status.silent_s > limits.silent_s
-        case Cause.COMPUTING:
-            return alive and status.phase is Phase.COMPUTING and overdue
-        case Cause.STARTING:
-            return alive and status.phase is Phase.STARTING and overdue
-        case Cause.LEFT:
-            return status.phase is Phase.DONE and any(status.rank in _needs(s, statuses) for s in statuses)
-        case Cause.LINK:
-            return False
+    applies = {
+        Cause.STOPPED: status.state.upper() == "T",
+        Cause.SILENT: status.progress is not None and status.silent_s > limits.hush_s,
+        Cause.COMPUTING: status.phase is Phase.COMPUTING and overdue,
+        Cause.STARTING: status.phase is Phase.STARTING and overdue,
+    }
+    return applies.get(cause, False)
 
 
 def _why(status: Status, cause: Cause) -> str:
-    who, code = f"rank {status.rank}", status.exit_code
-    match cause:
-        case Cause.KILLED:
-            return f"{who} was killed by signal {-(code or 0)} ({_signal_name(-(code or 0))})"
-        case Cause.EXCEPTION:
-            return f"{who} raised an exception: {_first_line(status.error)}"
-        case Cause.EXITED:
-            how = "its process is gone" if code is None else f"exit code {code}"
-            return f"{who} exited before its work was done: {how}"
-        case Cause.STOPPED:
-            return f"{who} is stopped (SIGSTOP or a debugger; process {status.pid})"
-        case Cause.SILENT:
-            known = "its process is alive here, so its network is cut" if status.state else "its network is cut"
-            rest = "" if status.state else ", or its process is stopped or gone"
-            return f"{who} is silent: no heartbeat for {status.silent_s:.1f} s; {known}{rest}"
-        case Cause.COMPUTING:
-            return f"{who} has been computing for {status.unchanged_s:.1f} s, far too long"
-        case Cause.STARTING:
-            return f"{who} has been starting for {status.unchanged_s:.1f} s, far too long"
-        case Cause.LEFT | Cause.LINK:
-            return f"{who} was done while other ranks still needed it"
+    code = status.exit_code or 0
+    seen = "its process lives, so its network is cut"
+    unseen = "its network is cut, or its process is stopped or gone"
+    texts = {
+        Cause.KILLED: f"was killed by signal {-code} ({_signal_name(-code)})",
+        Cause.EXCEPTION: f"raised an exception: {_first_line(status.error)}",
+        Cause.EXITED: "exited before its work was done"
+        + (": its process is gone" if status.exit_code is None else f": exit code {code}"),
+        Cause.STOPPED: f"is stopped (SIGSTOP or a debugger; process {status.pid})",
+        Cause.SILENT: f"is silent: no heartbeat for {status.silent_s:.1f} s; {seen if status.state else unseen}",
+        Cause.COMPUTING: f"has been computing for {status.unchanged_s:.1f} s, far too long",
+        Cause.STARTING: f"has been starting for {status.unchanged_s:.1f} s, far too long",
+        Cause.LEFT: "was done while other ranks still needed it",
+    }
+    return f"rank {status.rank} {texts[cause]}"
 
 
 def _link(statuses: Sequence[Status], actions: Actions | None) -> Report:
-    """Nobody failed and everybody waits: blame the link of the rank that has waited longest."""
+    """Nobody is to blame by itself: a connection was lost, or everybody waits."""
+    lost = [s for s in statuses if s.lost_connection]
+    if lost:
+        first = min(lost, key=lambda s: s.order)
+        source = first.progress.source if first.progress else -1
+        if not 0 <= source < len(statuses):  # it waited for nobody: the error is its own
+            return _report(first.rank, Cause.EXCEPTION, _why(first, Cause.EXCEPTION), statuses)
+        why = f"the connection between rank {source} and rank {first.rank} was lost: {_first_line(first.error)}"
+        return _report(source, Cause.LINK, why, statuses, peer=first.rank)
     waiting = [s for s in statuses if _needs(s, statuses)]
     if not waiting:
         longest = max(statuses, key=lambda s: s.unchanged_s)
         why = f"rank {longest.rank} has made no progress for {longest.unchanged_s:.1f} s"
         return _report(longest.rank, Cause.LINK, why, statuses)
-    first = max(waiting, key=lambda s: (s.lost_connection, _was_sent(s, statuses, actions) is True, s.unchanged_s))
+    sent = {s.rank: _was_sent(s, statuses, actions) for s in waiting}
+    first = max(waiting, key=lambda s: (sent[s.rank] is True, s.unchanged_s))
     source = _needs(first, statuses)[0]
-    message = first.progress.message if first.progress else ""
-    if first.lost_connection:
-        why = f"the connection between rank {source} and rank {first.rank} was lost: {_first_line(first.error)}"
-    else:
-        sent = {
-            True: f"rank {source} is past sending it, so the link between them lost it",
-            False: f"rank {source} has not sent it and waits itself: the order of actions is wrong",
-            None: "both make no progress",
-        }[_was_sent(first, statuses, actions)]
-        what = message or "a collective"
-        why = f"rank {first.rank} waits for {what} from rank {source} for {first.unchanged_s:.1f} s; {sent}"
+    fate = {
+        True: f"rank {source} is past sending it, so the link between them lost it",
+        False: f"rank {source} has not sent it and waits itself: their orders do not fit together",
+        None: f"rank {source} makes no progress either",
+    }[sent[first.rank]]
+    why = f"rank {first.rank} has waited {first.unchanged_s:.1f} s for {_awaited(first)} from rank {source}; {fate}"
     return _report(source, Cause.LINK, why, statuses, peer=first.rank)
 
 
@@ -276,16 +279,21 @@ def _was_sent(status: Status, statuses: Sequence[Status], actions: Actions | Non
 
 
 def _needs(status: Status, statuses: Sequence[Status]) -> tuple[int, ...]:
-    """The ranks that a rank waits for, or waited for when it lost a connection."""
+    """The ranks that a rank waits for, or waited for when it lost a connection; the likeliest first."""
     progress = status.progress
-    if progress is None or not (progress.phase in (Phase.WAITING, Phase.COLLECTIVE) or status.lost_connection):
+    if progress is None or not (_waits_for_all(status) or progress.phase is Phase.WAITING or status.lost_connection):
         return ()
     if 0 <= progress.source < len(statuses):
         return (progress.source,)
-    if progress.phase is Phase.COLLECTIVE or status.lost_connection:
-        away = (s for s in statuses if s.rank != status.rank and s.phase is not Phase.COLLECTIVE and not s.error)
-        return tuple(s.rank for s in sorted(away, key=lambda s: -s.unchanged_s))
-    return ()
+    away = (s for s in statuses if s.rank != status.rank and not _waits_for_all(s) and not s.error)
+    return tuple(s.rank for s in sorted(away, key=lambda s: -s.unchanged_s))
+
+
+def _waits_for_all(status: Status) -> bool:
+    progress = status.progress
+    if progress is None:
+        return False
+    return progress.phase is Phase.COLLECTIVE or (progress.phase is Phase.WAITING and progress.source < 0)
 
 
 def _behind(rank: int, statuses: Sequence[Status]) -> tuple[int, ...]:
@@ -322,7 +330,11 @@ def _waits(status: Status, chain: Iterable[int]) -> str:
     if progress is None or source is None:
         return "waits"
     verb = "lost its connection, waiting" if status.lost_connection else "waits"
-    return f"{verb} for {progress.message or 'a collective'} from rank {source}"
+    return f"{verb} for {_awaited(status)} from rank {source}"
+
+
+def _awaited(status: Status) -> str:
+    return (status.progress.message if status.progress else "") or "a collective"
 
 
 def _needs_in(status: Status, chain: Iterable[int]) -> Iterator[int]:
@@ -388,7 +400,7 @@ def _entry(status: Status) -> Json:
 
 
 def _first_line(text: str) -> str:
-    return _SOURCE.sub("", text.strip().partition("\n")[0])[:300]
+    return _SOURCE.sub("", text.strip().partition("\n")[0]).partition(". This is typically caused")[0][:300]
 
 
 def _signal_name(number: int) -> str:

@@ -81,6 +81,7 @@ def _missing(model: Model) -> Iterator[Problem]:
     needs = {
         "experts": a.experts > 0,
         "positions": a.positions == "alibi",
+        "head_dim": a.positions == "rotary" and a.head_dim % 2 == 1,
         "parallel_residual": a.parallel_residual,
         "norm_place": a.norm_place == "both",
         "embedding_width": a.embedding_width > 0,
@@ -129,7 +130,7 @@ class Embedding(nn.Module):
         if self.positions is not None:
             first = self.first_position
             hidden = hidden + self.positions(torch.arange(first, first + tokens.shape[1], device=tokens.device))
-        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)  # type: ignore[no-any-return]
+        return hidden if self.embedding_norm is None else self.embedding_norm(hidden)
 
 
 class Block(nn.Module):
@@ -146,7 +147,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.norm_first:
             hidden = hidden + self.attention(self.attention_norm(hidden))
-            return hidden + self.mlp(self.mlp_norm(hidden))
+            return hidden + self.mlp(self.mlp_norm(hidden))  # type: ignore[no-any-return]
         hidden = self.attention_norm(hidden + self.attention(hidden))
         return self.mlp_norm(hidden + self.mlp(hidden))  # type: ignore[no-any-return]
 

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.runtime.progress import Progress
+
+__all__ = ["Place", "Store", "World", "connect", "first_host", "gloo_group", "join", "place_from_environment", "serve"]
+
+if TYPE_CHECKING:  # torch's stubs have them at another place than the module
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore
 
 PATIENCE_S = 60.0  # for a connection to the store, and for all ranks to meet
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -43,7 +51,7 @@ class World:
     """A connected `Place`. The store's keys are this attempt's own."""
 
     place: Place
-    store: dist.Store
+    store: Store
     progress: Progress
     given: bytearray | int  # where `give` puts its bytes: memory or a file number
 
@@ -62,7 +70,7 @@ class World:
     def give(self, data: bytes) -> None:
         """Hand bytes of any length to whoever started this rank (`Outcome.results`); later bytes are appended."""
         if isinstance(self.given, bytearray):
-            self.given += data
+            self.given.extend(data)
             return
         rest = memoryview(data)
         while rest:
@@ -76,19 +84,21 @@ def join(place: Place, *, progress: Progress | None = None, given: int | None = 
     return World(place=place, store=store, progress=progress, given=bytearray() if given is None else given)
 
 
-def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S) -> dist.Store:
+def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S) -> Store:
     """A connection of its own to the store, under this attempt's prefix.
 
     A restart that read an earlier attempt's keys would look for peers that are gone (4 of 8 restarts failed so).
     """
     limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
-    return attempt_store(store, place.attempt)
+    store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
+    return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
 
 
-def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
-    """The keys of one attempt."""
-    return dist.PrefixStore(f"wavetrain/attempt_{attempt}", store)
+def serve(place: Place, listener: socket.socket) -> Store:
+    """Run the store at a socket that listens already; connections made before are answered from now on."""
+    number = os.dup(listener.fileno())  # the store closes it
+    store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+    return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
 
 
 @contextmanager
