@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -108,8 +107,6 @@ class Loss(torch.autograd.Function):
 class Slow(nn.Module):
     """An emulated stage. The first has a parameter on its input's path: without one its I would not run in PyTorch."""
 
-    boundary_dtype = torch.float32
-
     def __init__(self, number: int, depth: int, seconds: tuple[float, float, float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(8))
@@ -164,7 +161,7 @@ def our_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor
     actions, split = setting.actions, setting.actions.is_split
     placement, count = actions.placement, setting.microbatches
     chunks = {number: Computed(stage, split=split) for number, stage in stages.items()}
-    boundary = Boundary({m: (1, batch.shape[1]) for m in range(count)})
+    boundary = Boundary(dict.fromkeys(range(count), (1, batch.shape[1])))
     transport = Grouped(rank, tagged(placement.num_stages, count))
     executor = Executor(rank, actions, chunks, transport, boundary)
     tokens = {m: batch[m : m + 1] for m in range(count)}
@@ -172,11 +169,12 @@ def our_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor
     return lambda: executor.step(step)
 
 
-def torch_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
+def torch_step(setting: Setting, _rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
     depth, count = setting.actions.placement.num_stages, setting.microbatches
     device, one = torch.device("cpu"), batch[:1].clone()
+    inner = one.clone().requires_grad_()  # said to need a gradient: PyTorch sends none otherwise
     theirs = [
-        PipelineStage(stage, number, depth, device, input_args=one, output_args=one.clone().requires_grad_())
+        PipelineStage(stage, number, depth, device, input_args=inner if number else one, output_args=inner)
         for number, stage in stages.items()
     ]
     if setting.order == "1f1b":

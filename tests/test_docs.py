@@ -37,7 +37,7 @@ def shell(command: str) -> str:
         stderr=subprocess.STDOUT,
         check=False,
     )
-    return done.stdout
+    return re.sub(r"^progress: .*\n", "", done.stdout, flags=re.MULTILINE)  # how many depends on the machine
 
 
 def matches(shown: str, printed: str) -> bool:

@@ -36,7 +36,7 @@ node:
 def planned(run, *options, asked=ASKED, code=0):
     ran = run("plan", *asked, *options, "--json")
     assert ran.code == code, ran.err
-    assert ran.err == ""
+    assert all(line.startswith("progress: ") for line in ran.err.splitlines())
     return json.loads(ran.out)
 
 
@@ -194,6 +194,33 @@ def test_what_was_changed_is_not_proven(run, plan_file, change, says):
     assert not found["proven"]
     assert any(says in reason for reason in found["reasons"])
     assert run("plan", "--verify", str(plan_file)).out.startswith("NOT proven")
+
+
+def test_a_certificate_that_is_not_finished_says_what_is_proven(run, tmp_path):
+    file = tmp_path / "plan.json"
+    planned(run, "--timeout", "0.000001", "-o", str(file))
+    ran = run("plan", "--verify", str(file), "--timeout", "30", "--json")
+    assert ran.code == 0, ran.out
+    found = json.loads(ran.out)
+    assert found["proven"]
+    assert found["shown_gap"] == pytest.approx(found["gap"])
+    assert found["gap"] > 0
+    assert f"none is better by more than {found['gap']:.2%}" in " ".join(run("plan", "--verify", str(file)).out.split())
+
+
+def test_a_proof_that_time_was_up_for_is_none(run, plan_file):
+    ran = run("plan", "--verify", str(plan_file), "--timeout", "0.000001", "--json")
+    assert ran.code == 5
+    found = json.loads(ran.out)
+    assert not found["proven"]
+    assert not found["rejected"]
+    assert found["shown_gap"] > 0
+    assert found["reasons"][0].startswith("not shown: a gap of 0")
+    ran = run("plan", "--verify", str(plan_file), "--timeout", "0.000001")
+    assert ran.out.startswith("NOT proven")
+    assert "not shown" in ran.out
+    assert run("plan", "--verify", str(plan_file), "--timeout", "-1").code == 2
+    assert run("plan", "--verify", str(plan_file), "--tp", "2").code == 2
 
 
 def test_a_plan_without_certificate_cannot_be_proven(run, plan_file):

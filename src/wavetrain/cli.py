@@ -16,7 +16,9 @@ from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, 
 from wavetrain.base.units import DType, printable
 from wavetrain.commands.explain import explain
 from wavetrain.commands.plan import plan as plan_command
+from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import CHECK_FAILED, MOST_DEGREE, AsJson, one_of, refuse_beside, show, write, writing
+from wavetrain.commands.train import train
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -216,6 +218,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
 app.command("plan")(plan_command)
 app.command("explain")(explain)
+app.command("train")(train)
 
 
 @app.command()
@@ -299,7 +302,8 @@ def _scored(plan: Plan, document: dict[str, Any], card: RenderableType) -> tuple
 
     if not plan.cluster.is_uniform:
         return document, card
-    best, _ = best_beside(own_question(plan), plan, time_limit_s=SCORE_S)
+    with progress("best plan for the same"):
+        best, _ = best_beside(own_question(plan), plan, time_limit_s=SCORE_S)
     return document | {"best": best_document(best)}, Group(card, "", best_words(best))
 
 

@@ -16,7 +16,7 @@ from questions import listed, question_of
 from wavetrain.cluster import load_cluster
 from wavetrain.plan.stack import AttentionImpl, Stack
 from wavetrain.planner.question import Objective, Pins
-from wavetrain.planner.search import search
+from wavetrain.planner.search import TIE, search
 from wavetrain.sim.predict import outline
 
 UNFUSED, FREELY = Stack(attention=AttentionImpl.UNFUSED), Stack(barrier=False)
@@ -111,6 +111,30 @@ def test_without_time_the_best_so_far_is_returned(name):
     assert found.gap > 0 or found.found[0].cost == pytest.approx(best.found[0].cost, rel=2e-8)
     if best.found:
         assert found.lower <= best.found[0].cost
+
+
+@pytest.mark.parametrize("name", ["three devices", "nothing fits", "a node"])
+def test_who_watches_hears_where_it_stands_and_changes_nothing(name, monkeypatch):
+    monkeypatch.setattr("wavetrain.planner.search.TOLD_EVERY_S", 0.0)
+    told = []
+    watched, alone = search(CASES[name], watch=told.append), search(CASES[name])
+    assert watched == alone
+    assert told[0].deciding == "listing degrees"
+    assert any(item.deciding == "degrees and options" and item.total > 1 for item in told)
+    assert [item.evaluated for item in told] == sorted(item.evaluated for item in told)
+    if alone.found:
+        assert told[-1].evaluated <= alone.evaluated
+        assert "best step" in str(told[-1])
+
+
+def test_below_a_bound_only_better_plans_are_looked_for():
+    question = CASES["a node"]
+    cost = search(question).found[0].cost
+    proof = search(question, below=cost)
+    assert proof.lower >= cost * TIE
+    assert proof.evaluated <= search(question).evaluated
+    assert search(question, below=cost * 1.01).found[0].cost == cost
+    assert search(question, below=cost * 0.9).lower == pytest.approx(cost * 0.9)
 
 
 def test_a_space_without_plans():

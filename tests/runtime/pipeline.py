@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wavetrain.model import load_model
@@ -104,9 +103,7 @@ def rank_stages(case: Case, rank: int, dtype: torch.dtype = torch.float32) -> di
 Wrap = Callable[[Executor], None]
 
 
-def run_rank(
-    case: Case, rank: int, transport: Transport, wrap: Wrap | None = None, *, training: bool = True
-) -> Result:
+def run_rank(case: Case, rank: int, transport: Transport, wrap: Wrap | None = None, *, training: bool = True) -> Result:
     """One rank's step, shared gradients added."""
     actions = case.actions
     stages = rank_stages(case, rank)
@@ -143,7 +140,7 @@ def run_threads(case: Case, wrap: Wrap | None = None, *, training: bool = True) 
     def work(rank: int) -> None:
         try:
             results[rank] = run_rank(case, rank, Mailbox(rank, post), wrap, training=training)
-        except BaseException as error:  # noqa: BLE001 - shown by the test
+        except BaseException as error:
             errors.append(error)
             post.close()
 
@@ -184,7 +181,9 @@ def reference(case: Case) -> Result:
             for block in stage.blocks:
                 hidden = block(hidden)
         logits = stages[depth - 1].head(hidden).flatten(0, 1)
-        total = F.cross_entropy(logits, case.batch.targets[m].flatten(), reduction="sum", ignore_index=IGNORED)
+        total = torch.nn.functional.cross_entropy(
+            logits, case.batch.targets[m].flatten(), reduction="sum", ignore_index=IGNORED
+        )
         loss = total / case.batch.num_targets
         losses[m] = loss.detach()
         gradients = torch.autograd.grad(loss, [p for *_, p in flat], allow_unused=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.runtime.pipeline import (
     BUILT_IN,
     FROM_TRANSFORMERS,
@@ -18,6 +17,7 @@ from tests.runtime.pipeline import (
     run_threads,
     small,
 )
+
 from wavetrain.plan.cut import even_cut
 from wavetrain.runtime.chunk import Computed
 from wavetrain.schedule import (
@@ -218,8 +218,16 @@ def test_a_dropped_send_is_rejected_before_anything_runs():
 
 def test_order_with_split_and_whole_backwards():
     """Legal, and nobody's schedule: stage 0 of one microbatch is split, the other not."""
-    rows = ((Action(0, Kind.F, 0), Action(1, Kind.F, 0), Action(1, Kind.I, 0), Action(0, Kind.I, 0),
-             Action(0, Kind.W, 0), Action(1, Kind.W, 0)),)
+    rows = (
+        (
+            Action(0, Kind.F, 0),
+            Action(1, Kind.F, 0),
+            Action(1, Kind.I, 0),
+            Action(0, Kind.I, 0),
+            Action(0, Kind.W, 0),
+            Action(1, Kind.W, 0),
+        ),
+    )
     c = case("llama", Actions(rows))
     assert_equal(run_threads(c), reference(c))
 

@@ -12,7 +12,7 @@ from wavetrain.runtime.report import Cause, Limits, Status, diagnose, trouble
 from wavetrain.schedule.action import Action, Actions
 
 LIMITS = Limits(floor_s=4.0)
-LOST = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:555] Connection closed by peer [127.0.0.1]:42. This is typically caused"
+LOST = "RuntimeError: [/x/gloo/tcp/pair.cc:555] Connection closed by peer [127.0.0.1]:42. This is typically caused by"
 
 
 def waiting(rank: int, source: int, *, age_s: float = 5.0, error: str = "", **facts: Any) -> Status:
@@ -131,6 +131,7 @@ def test_slow_is_not_hung() -> None:
     assert not trouble([in_phase(0, Phase.DONE, exit_code=0, unchanged_s=900.0), computing(1, age_s=0.1)], LIMITS)
     assert not trouble(line(computing(1)), Limits(floor_s=1.0, step_s=2.0, factor=3.0))
     assert trouble(line(computing(1)), Limits(floor_s=1.0, step_s=1.0, factor=3.0))
+    assert trouble(line(in_phase(1, Phase.STARTING, silent_s=4.5)), LIMITS)  # it may have started since
     assert trouble([waiting(0, 1, age_s=50.0), computing(1, age_s=0.1)], LIMITS)  # but not for ever
 
 
@@ -148,6 +149,7 @@ def test_all_wait_in_a_circle() -> None:
     report = diagnose(statuses, LIMITS)
     assert (report.cause, report.culprit, report.peer) == (Cause.LINK, 0, 2)
     assert len(report.chain) == 3
+    assert "which waits for 0RECV_F1 from rank 1" in report.text
 
 
 @pytest.mark.parametrize(("position", "words"), [(2, "the link between them lost it"), (1, "has not sent it")])

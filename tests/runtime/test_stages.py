@@ -211,6 +211,10 @@ def test_two_chains_are_two_sets_of_parameters(name):
             assert key == same
             assert torch.equal(a, b)
             assert a.data_ptr() != b.data_ptr()
+    for shared, tied in PARTS[name].twins:  # each chain's ends share with each other
+        for first, last in ((0, 3), (4, 7)):
+            one, other = dict(everything[first].named())[shared], dict(everything[last].named())[tied]
+            assert one.data_ptr() == other.data_ptr()
 
 
 def test_stages_do_not_share_tables_with_other_stages():
@@ -263,7 +267,7 @@ def test_dtypes(dtype, name):
 def test_boundaries_may_be_narrower_than_the_arithmetic():
     first, last = made(PARTS["llama"], (2, 3), boundary_dtype=torch.bfloat16).values()
     tokens, targets = batch()
-    hidden = first(tokens)
+    hidden = first.run(first.enter(tokens))
     assert hidden.dtype == torch.bfloat16
     received = hidden.detach().requires_grad_()
     last(received, targets).backward()

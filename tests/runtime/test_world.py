@@ -1,8 +1,10 @@
+import socket
+
 import pytest
 
-from wavetrain.base.errors import InputError
+from wavetrain.base.errors import InputError, RunError
 from wavetrain.runtime.progress import Progress
-from wavetrain.runtime.world import Place, World, first_host, place_from_environment
+from wavetrain.runtime.world import Place, World, await_store, first_host, place_from_environment
 
 TORCHRUN = {
     "RANK": "5",
@@ -100,3 +102,11 @@ def test_bytes_given_are_kept_in_order() -> None:
     world.give(b"two")
     assert bytes(world.given) == b"one two"
     assert (world.rank, world.size, world.local_rank) == (0, 1, 0)
+
+
+def test_a_store_that_does_not_come_is_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        place = Place(rank=3, size=4, local_rank=0, host="127.0.0.1", port=taken.getsockname()[1])
+        with pytest.raises(RunError, match=r"rank 3: no store at 127.0.0.1:\d+ .*refused"):
+            await_store(place, timeout_s=0.1)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import AsJson, show
 
 
@@ -37,5 +38,6 @@ def explain(
             rule = "can't be read"
             remedy = "wavetrain plan --verify says what is wrong with it"
             raise InputError(Problem(where=str(plan), key="certificate", rule=rule, remedy=remedy)) from None
-    found = explained(question, made, gap=gap, pins=pins, name=instead or "", flips_limit_s=limit)
+    with progress("why, and what would change it"):
+        found = explained(question, made, gap=gap, pins=pins, name=instead or "", flips_limit_s=limit)
     show(explanation_document(found), explanation_card(found), as_json)

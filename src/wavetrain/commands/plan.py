@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import CHECK_FAILED, INFEASIBLE, AsJson, options_given, refuse_beside, show, write
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from wavetrain.plan import Plan
     from wavetrain.planner.question import Question
     from wavetrain.planner.search import Answer
@@ -60,22 +63,27 @@ def plan(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     """Search for the best plan for a model on a cluster, and prove that it is."""
     given = options_given(locals(), without=("model", "cluster", "verify", "as_json"))
     named = {"MODEL": model, "CLUSTER": cluster}
-    if verify is not None:
-        refuse_beside("--verify", {**named, **given})
-        _verify(verify, as_json)
-        return
     from wavetrain.commands.asked import question_of, seconds_of
 
+    if verify is not None:
+        refuse_beside("--verify", {**named, **{name: value for name, value in given.items() if name != "--timeout"}})
+        _verify(verify, seconds_of("--timeout", timeout), as_json)
+        return
     missing = [name for name, value in named.items() if value is None]
     if missing:
         raise InputError([Problem(where=name, rule="missing: a plan is for a model on a cluster") for name in missing])
     limit = seconds_of("--timeout", timeout)
     question = question_of({**given, "model": model, "cluster": cluster})
-    answer = _answer(question, limit)
+    with progress("best plan") as heard:
+        answer = _answer(question, limit)
+        heard.now("runner-ups" if answer.found else "what would fit")
+        if answer.found:
+            document, card = _planned(answer, limit, output=output, frontier=bool(frontier))
+        else:
+            document, card = _infeasible(answer, limit)
+    show(document, card, as_json)
     if not answer.found:
-        _infeasible(answer, limit, as_json)
         raise typer.Exit(INFEASIBLE)
-    _planned(answer, limit, output=output, frontier=bool(frontier), as_json=as_json)
 
 
 def _answer(question: Question, limit: float | None) -> Answer:
@@ -88,7 +96,9 @@ def _answer(question: Question, limit: float | None) -> Answer:
     return search(question, time_limit_s=limit)
 
 
-def _planned(answer: Answer, limit: float | None, *, output: Path | None, frontier: bool, as_json: bool) -> None:
+def _planned(
+    answer: Answer, limit: float | None, *, output: Path | None, frontier: bool
+) -> tuple[dict[str, Any], RenderableType]:
     from wavetrain.plan import write_plan
     from wavetrain.planner.explain import runner_ups
     from wavetrain.show.plan import planned_card, planned_document
@@ -102,20 +112,20 @@ def _planned(answer: Answer, limit: float | None, *, output: Path | None, fronti
         beside = {name: document[name] for name in ("prediction", "certificate")}
         write(output, write_plan(best, **beside))
     file = str(output) if output is not None else None
-    show(document, planned_card(answer, seen, others, file=file, frontier=frontier), as_json)
+    return document, planned_card(answer, seen, others, file=file, frontier=frontier)
 
 
-def _infeasible(answer: Answer, limit: float | None, as_json: bool) -> None:
+def _infeasible(answer: Answer, limit: float | None) -> tuple[dict[str, Any], RenderableType]:
     from wavetrain.planner.explain import MOST_SIDE_S
     from wavetrain.planner.rescue import rescue
     from wavetrain.show.plan import infeasible_card, infeasible_document
 
     found = rescue(answer, time_limit_s=MOST_SIDE_S if limit is None else min(MOST_SIDE_S, max(limit, LEAST_RESCUE_S)))
-    show(infeasible_document(answer, found), infeasible_card(answer, found), as_json)
+    return infeasible_document(answer, found), infeasible_card(answer, found)
 
 
-def _verify(file: Path, as_json: bool) -> None:
-    from wavetrain.planner.certificate import verify
+def _verify(file: Path, limit: float | None, as_json: bool) -> None:
+    from wavetrain.planner.prove import prove
     from wavetrain.show.plan import verified_card, verified_document
 
     made, certificate = read_with_certificate(file)
@@ -123,9 +133,10 @@ def _verify(file: Path, as_json: bool) -> None:
         rule = "has no certificate: it was written by hand, or by simulate"
         remedy = "wavetrain plan MODEL CLUSTER ... -o FILE writes one"
         raise InputError(Problem(where=str(file), key="certificate", rule=rule, remedy=remedy))
-    reasons = verify(made, certificate)
-    show(verified_document(made, certificate, reasons), verified_card(made, certificate, reasons), as_json)
-    if reasons:
+    with progress("proof"):
+        proof = prove(made, certificate, time_limit_s=limit)
+    show(verified_document(made, certificate, proof), verified_card(made, certificate, proof), as_json)
+    if not proof.is_proven:
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -8,20 +8,28 @@ from typing import Any
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.cluster.cluster import Cluster
 from wavetrain.model.model import Model
+from wavetrain.planner.progress import Watch, to_log
 from wavetrain.planner.question import FAMILIES, Objective, Pins, Question, precision_for
 from wavetrain.planner.search import Answer
 from wavetrain.planner.search import search as answer_to
 
 
 def search(
-    model: Model, cluster: Cluster, *, global_batch: int, timeout_s: float | None = None, **options: Any
+    model: Model,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    timeout_s: float | None = None,
+    watch: Watch = to_log,
+    **options: Any,
 ) -> Answer:
     """The best plan for a model on a cluster.
 
     Options are those of `Question` (objective, only, headroom, seq_len ...) and, to fix a part of the plan, of `Pins`
-    (tp, pp, waves ...).
+    (tp, pp, waves ...). `watch` is told where the search stands, ten times a second at most.
     """
-    return answer_to(question(model, cluster, global_batch=global_batch, **options), time_limit_s=timeout_s)
+    asked = question(model, cluster, global_batch=global_batch, **options)
+    return answer_to(asked, time_limit_s=timeout_s, watch=watch)
 
 
 def question(model: Model, cluster: Cluster, *, global_batch: int, **options: Any) -> Question:

@@ -37,6 +37,7 @@ from wavetrain.planner.families import FAMILY_PLANS
 from wavetrain.planner.leaves import Certificate
 from wavetrain.planner.mixed import instance, plan_of
 from wavetrain.planner.pairs import best_pair
+from wavetrain.planner.progress import Progress, Watch, to_log
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.space import (
     RECOMPUTES,
@@ -62,6 +63,7 @@ Numbers = NDArray[np.intp]
 CHUNK = 128  # degrees that are expanded together
 LOOKED_AT = 4096  # schedules of each that the closed form looks at
 MOST_SOLVE_S = 10.0  # of one inner problem
+TOLD_EVERY_S = 0.1  # at most, where a search stands
 TIE = 1 - 1e-8  # plans that are nearer to each other are equally good
 TRIED = 4  # candidates of each that are simulated at once, for a good plan to compare with
 
@@ -176,10 +178,13 @@ class Answer:
         return gap if gap > 1 - TIE else 0.0
 
 
-def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
-    """The best plan of the space."""
+def search(
+    question: Question, *, time_limit_s: float | None = None, below: float = float("inf"), watch: Watch = to_log
+) -> Answer:
+    """The best plan of the space; plans that cost no less than `below` are of no interest."""
     started = time.perf_counter()
-    state = _State(question, started + time_limit_s if time_limit_s is not None else float("inf"))
+    state = _State(question, started + time_limit_s if time_limit_s is not None else float("inf"), below, watch)
+    state.tell("listing degrees", 0, 0)
     known = degrees(question)
     bounds = question.cost(degree_bounds(question, known), known.devices)
     ranking = np.lexsort((np.arange(len(known)), bounds))
@@ -189,6 +194,7 @@ def search(question: Question, *, time_limit_s: float | None = None) -> Answer:
             rows = ranking[done : done + CHUNK]
             if bounds[rows[0]] >= state.upper * TIE or state.is_late:
                 break
+            state.tell("degrees and options", done, len(ranking))
             state.expand(known.take(rows))
         else:
             done = len(ranking)
@@ -260,8 +266,9 @@ class Expansion:
 class _State:
     """Where a search stands."""
 
-    def __init__(self, question: Question, until: float) -> None:
-        self.question, self.until = question, until
+    def __init__(self, question: Question, until: float, below: float = float("inf"), watch: Watch = to_log) -> None:
+        self.question, self.until, self.below, self.watch = question, until, below, watch
+        self.told = 0.0  # when
         self.evaluated, self.lower = 0, float("inf")
         self.waiting: list[tuple[float, int, int]] = []  # cost at least, number of an expansion, row in it
         self.expansions: list[Expansion] = []
@@ -274,11 +281,18 @@ class _State:
 
     @property
     def upper(self) -> float:
-        return self.found[0].cost if self.found else float("inf")
+        return min(self.found[0].cost, self.below) if self.found else self.below
 
     @property
     def is_late(self) -> bool:
         return time.perf_counter() > self.until
+
+    def tell(self, deciding: str, done: int, total: int) -> None:
+        """Where it stands, to who watches; not too often."""
+        now = time.perf_counter()
+        if now - self.told >= TOLD_EVERY_S:
+            self.told, best = now, self.found[0].outline.step_s if self.found else None
+            self.watch(Progress(deciding, done, total, self.evaluated, best))
 
     def leave(self, rows: Numbers, bounds: Floats) -> None:
         """Degrees that are not looked at: because they are no better, or because time is up."""
@@ -357,12 +371,13 @@ class _State:
     def mix(self) -> None:
         """Solve the inner problem of layouts, until no bound is below the best."""
         self.mixtures.sort(key=lambda item: (item[0], item[2].microbatch, item[2].tp, item[2].cp))
-        for cost, _, layout in self.mixtures:
+        for number, (cost, _, layout) in enumerate(self.mixtures):
             if cost >= self.upper * TIE or self.is_late:
                 self.lower = min(self.lower, cost)
                 break
             for zero1 in (False, True):
                 for group in end_groups(self.question, layout):
+                    self.tell("blocks and operators of layout", number, len(self.mixtures))
                     self._solve(replace(layout, shard_optimizer=zero1), group)
 
     def _solve(self, layout: Layout, end_shard: int) -> None:
@@ -391,6 +406,7 @@ class _State:
             if min(rough, fine) >= self.upper * TIE or self.is_late:
                 self.lower = min(self.lower, rough, fine)
                 break
+            self.tell("schedules and cuts", len(self.seen), len(self.seen) + len(refined) + len(self.waiting))
             if fine <= rough:
                 self.evaluate(heappop(refined)[2])
                 continue

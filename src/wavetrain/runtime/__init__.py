@@ -1,1 +1,1 @@
-"""Runs plans with PyTorch: stages of a model, messages between ranks, one interpreter of actions, processes. Needs torch."""
+"""Runs plans with PyTorch: stages of a model, messages between ranks, one interpreter of actions. Needs torch."""

@@ -9,7 +9,7 @@ backward, hence the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ def backward_input(output: GradientEdge, gradient: Tensor | None, source: Tensor
     return result, _deferred(chain, arrived, output, gradient)
 
 
-def _keeper(arrived: dict[int, tuple[Tensor | None, ...]], at: int) -> object:
+def _keeper(arrived: dict[int, tuple[Tensor | None, ...]], at: int) -> Callable[[tuple[Tensor | None, ...]], None]:
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
         arrived[at] = tuple(gradients)
 

@@ -147,6 +147,7 @@ class Board:
 
     def read(self, *, exits: Mapping[int, int] | None = None, pids: Mapping[int, int] | None = None) -> list[Status]:
         """Every rank's status now; waits for none. `exits` and `pids` are what a parent knows of its children."""
+        states = self._states(exits or {}, pids or {})  # before the words: who has ended has said all there is
         known = sorted(self._seen)
         words = dict(zip(known, self._store.multi_get([_key(rank) for rank in known]), strict=True)) if known else {}
         for rank in range(self.size):
@@ -157,7 +158,7 @@ class Board:
         for rank, text in words.items():
             if text != _NOTHING.encode():
                 self._note(rank, text, now)
-        return [self._status(rank, now, exits or {}, pids or {}) for rank in range(self.size)]
+        return [self._status(rank, now, states.get(rank, ""), exits or {}) for rank in range(self.size)]
 
     def _note(self, rank: int, text: bytes, now: float) -> None:
         seen = self._seen.get(rank)
@@ -170,20 +171,23 @@ class Board:
         status = Status(rank=rank, progress=progress, **facts)
         self._seen[rank] = _Seen(text, progress.count, changed_s, now, words["kernel"] == kernel(), status)
 
-    def _status(self, rank: int, now: float, exits: Mapping[int, int], pids: Mapping[int, int]) -> Status:
+    def _states(self, exits: Mapping[int, int], pids: Mapping[int, int]) -> dict[int, str]:
+        """Of the processes that live on this machine, as far as they are known."""
+        here = {rank: seen.status.pid for rank, seen in self._seen.items() if seen.is_here} | dict(pids)
+        return {rank: process_state(pid) for rank, pid in here.items() if rank not in exits}
+
+    def _status(self, rank: int, now: float, state: str, exits: Mapping[int, int]) -> Status:
         seen = self._seen.get(rank)
         code = exits.get(rank)
         if seen is None:
-            age, pid = now - self._begun_s, pids.get(rank, 0)
-            state = process_state(pid) if pid and code is None else ""
-            return Status(rank=rank, unchanged_s=age, silent_s=age, state=state, exit_code=code, pid=pid)
-        here = rank in pids or seen.is_here
+            age_s = now - self._begun_s
+            return Status(rank=rank, unchanged_s=age_s, silent_s=age_s, state=state, exit_code=code)
         return replace(
             seen.status,
             progress=self._newest(rank, seen),
             unchanged_s=now - seen.changed_s,
             silent_s=now - seen.beat_s,
-            state=process_state(seen.status.pid) if here and code is None else "",
+            state=state,
             exit_code=code,
         )
 

@@ -131,9 +131,7 @@ class Computed:
             loss = stage.leave(result, self._batch.targets[microbatch])
             result = loss / max(1, self._batch.num_targets)
             self.losses[microbatch] = result.detach()
-        else:
-            result = result.to(stage.boundary_dtype)
-        if result is hidden:  # a stage without blocks
+        elif result is hidden:  # a stage without blocks
             result = hidden.view_as(hidden)
         if result.requires_grad:
             saved.output = get_gradient_edge(result)

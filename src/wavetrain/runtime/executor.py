@@ -43,7 +43,7 @@ class Boundary:
 
     shapes: Mapping[int, tuple[int, ...]]  # by microbatch
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: str = "cpu"
 
     def buffer(self, microbatch: int) -> Tensor:
         return torch.empty(self.shapes[microbatch], dtype=self.dtype, device=self.device)

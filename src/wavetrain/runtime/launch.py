@@ -34,7 +34,7 @@ from wavetrain.base.errors import RunError, WavetrainError
 from wavetrain.runtime.board import CHECK_S, PAGE_BYTES, Board, Heart, SharedProgress
 from wavetrain.runtime.progress import Phase, Progress
 from wavetrain.runtime.report import Limits, Report, diagnose, trouble
-from wavetrain.runtime.world import Place, World, connect, join, serve
+from wavetrain.runtime.world import Place, World, await_store, connect, join, serve
 from wavetrain.schedule.action import Actions
 
 Work = Callable[[World], int | None]
@@ -90,40 +90,44 @@ def run_local(
             for place in places:
                 children.fork(place, work, prepare, listener)
             board = Board(serve(places[0], listener), ranks, pages=children.pages)
-            begun_s, report = 0.0, None
-            if not _all_done(children, board, limits):
-                begun_s = time.monotonic()
-                report = _explain(children, board, limits, actions)
-                announce(report, report_dir)
+            found = _watch(children, board, limits, actions)
+            if found.report is not None:
+                announce(found.report, report_dir)
             children.end(limits.end_s)
         except KeyboardInterrupt:
             children.end(limits.end_s)
             return Outcome(exit_code=INTERRUPTED, results=children.results(), exits=children.exit_codes())
-        exits = children.exit_codes()
-        if report is None:
-            return Outcome(exit_code=max(exits), results=children.results(), exits=exits)
-        ended_s = time.monotonic() - begun_s
-        code = RunError.exit_code
-        return Outcome(exit_code=code, report=report, results=children.results(), exits=exits, ended_s=ended_s)
+        return _outcome(children, found)
 
 
-def _all_done(children: _Children, board: Board, limits: Limits) -> bool:
-    """Wait until every rank has ended by itself, its work done (True), or something is wrong."""
+@dataclass(frozen=True)
+class _Found:
+    """What watching came to; no report where every rank has ended by itself, its work done."""
+
+    report: Report | None
+    detected_s: float  # on the monotonic clock
+
+
+def _watch(children: _Children, board: Board, limits: Limits, actions: Actions | None) -> _Found:
     while True:
         children.wait(CHECK_S)
-        if trouble(board.read(exits=children.exits, pids=children.pids), limits):
-            return False
-        if len(children.exits) == board.size:
-            return True
+        wrong = trouble(board.read(exits=children.exits, pids=children.pids), limits)
+        detected_s = time.monotonic()
+        if wrong:
+            children.wait_all(limits.grace_s)  # for the other ranks' last words
+            statuses = board.read(exits=children.exits, pids=children.pids)
+            if trouble(statuses, limits):
+                return _Found(children.with_stack(diagnose(statuses, limits, actions)), detected_s)
+        elif len(children.exits) == board.size:
+            return _Found(None, detected_s)
 
 
-def _explain(children: _Children, board: Board, limits: Limits, actions: Actions | None) -> Report:
-    """What went wrong, after a moment for the other ranks' last words."""
-    until = time.monotonic() + limits.grace_s
-    while (left := until - time.monotonic()) > 0 and len(children.exits) < board.size:
-        children.wait(left)
-    report = diagnose(board.read(exits=children.exits, pids=children.pids), limits, actions)
-    return children.with_stack(report)
+def _outcome(children: _Children, found: _Found) -> Outcome:
+    exits, results = children.exit_codes(), children.results()
+    if found.report is None:
+        return Outcome(exit_code=max(exits), results=results, exits=exits)
+    ended_s = time.monotonic() - found.detected_s
+    return Outcome(exit_code=RunError.exit_code, report=found.report, results=results, exits=exits, ended_s=ended_s)
 
 
 def announce(report: Report, report_dir: Path | None) -> None:
@@ -188,12 +192,12 @@ class _Children:
         for number in (signal.SIGTERM, signal.SIGCONT):
             for rank in alive:
                 _kill(self.pids[rank], number)
-        self._wait_all(patience_s)
+        self.wait_all(patience_s)
         for rank in self.pids.keys() - self.exits.keys():
             _kill(self.pids[rank], signal.SIGKILL)
-        self._wait_all(10.0)
+        self.wait_all(10.0)
 
-    def _wait_all(self, seconds: float) -> None:
+    def wait_all(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while self._ranks and time.monotonic() < until:
             self.wait(until - time.monotonic())
@@ -287,6 +291,8 @@ def run_rank(
     There is no parent of ours, so ranks watch one another. Where something is wrong, one of them says what, and all end
     at once with exit code 4, without returning from here.
     """
+    if not place.serves:
+        await_store(place)
     world = join(place)
     guard = _Guard(place, limits or Limits(), actions, report_dir)
     heart = Heart(world.progress, connect(place), also=guard.check_reach)
@@ -383,7 +389,9 @@ class _Guard:
         self._reached_s = time.monotonic()
         if wrong:
             time.sleep(min(self._limits.grace_s, 0.3) if asked_to_end else self._limits.grace_s)
-            self._abort(diagnose(self._board.read(), self._limits, self._actions))
+            statuses = self._board.read()
+            if trouble(statuses, self._limits):
+                self._abort(diagnose(statuses, self._limits, self._actions))
         if asked_to_end:
             _leave(128 + signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""`Progress`: what a rank is doing now. The executor writes it, the rank's heartbeat reads it; so does a hang report."""
+"""`Progress`: what a rank is doing now. The executor writes it, its heartbeat reads it; so does a hang report."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ peer, or waited for one, is never blamed while somebody else can be.
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -137,10 +138,13 @@ class Report:
 
     def _sentence(self) -> str:
         links: list[str] = []
-        for rank in reversed(self.chain[1:]):
-            links.append(f"{'which' if links else f'rank {rank}'} {_waits(self.statuses[rank], self.chain)}")
-        closing = re.split(r"[:(,]", self.why.removeprefix(f"rank {self.culprit} "))[0].strip()
-        return ", ".join([*links, "as said" if self.cause is Cause.LINK else f"which {closing}"])
+        for source, rank in reversed(tuple(itertools.pairwise(self.chain))):
+            links.append(f"{'which' if links else f'rank {rank}'} {_waits(self.statuses[rank], source)}")
+        if self.cause is not Cause.LINK:
+            links.append("which " + re.split(r"[:(,]", self.why.removeprefix(f"rank {self.culprit} "))[0].strip())
+        elif needs := _needs(self.statuses[self.culprit], self.statuses):
+            links.append(f"which {_waits(self.statuses[self.culprit], needs[0])}")
+        return ", ".join(links)
 
     def document(self) -> Json:
         """For programs: culprit first, then every rank, the blocked chain before the others."""
@@ -170,7 +174,8 @@ def _is_hung(status: Status, statuses: Sequence[Status], limits: Limits) -> bool
     if status.unchanged_s > limits.patience_s:
         return True
     root = statuses[_behind(status.rank, statuses)[-1]]
-    return root.phase is Phase.DONE or root.unchanged_s > limits.of(root.phase)
+    unheard = root.progress is not None and root.silent_s > limits.wait_s  # what it last said may be long past
+    return root.phase is Phase.DONE or unheard or root.unchanged_s > limits.of(root.phase)
 
 
 def diagnose(statuses: Sequence[Status], limits: Limits, actions: Actions | None = None) -> Report:
@@ -324,26 +329,13 @@ def _blocked_by(culprit: int, statuses: Sequence[Status]) -> tuple[int, ...]:
     return tuple(reversed(chain))
 
 
-def _waits(status: Status, chain: Iterable[int]) -> str:
-    progress = status.progress
-    source = next(iter(_needs_in(status, chain)), None)
-    if progress is None or source is None:
-        return "waits"
+def _waits(status: Status, source: int) -> str:
     verb = "lost its connection, waiting" if status.lost_connection else "waits"
     return f"{verb} for {_awaited(status)} from rank {source}"
 
 
 def _awaited(status: Status) -> str:
     return (status.progress.message if status.progress else "") or "a collective"
-
-
-def _needs_in(status: Status, chain: Iterable[int]) -> Iterator[int]:
-    """The rank before this one in the chain."""
-    before = -1
-    for rank in chain:
-        if rank == status.rank and before >= 0:
-            yield before
-        before = rank
 
 
 def _place(status: Status) -> str:

@@ -74,9 +74,9 @@ def add_shared(
         total = gradients[0].clone()
         for gradient in gradients[1:]:
             total += gradient
-        for parameter in local:
-            if parameter is not None:
-                parameter.grad = total.clone()
+        for mine_too in local:
+            if mine_too is not None:
+                mine_too.grad = total.clone()
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -41,11 +41,11 @@ class Stage(nn.Module):
         return self.embedding(tokens)  # type: ignore[no-any-return]
 
     def run(self, hidden: Tensor) -> Tensor:
-        """Through the blocks of this stage."""
+        """Through the blocks of this stage, to what it hands over."""
         hidden = hidden.to(self.dtype)
         for block in self.blocks:
             hidden = block(hidden)
-        return hidden
+        return hidden if self.is_last else hidden.to(self.boundary_dtype)
 
     def leave(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The sum of the cross-entropy over all targets that count, at least in float32, on the last stage."""
@@ -58,7 +58,7 @@ class Stage(nn.Module):
         """What of entering, running and leaving applies to this stage."""
         hidden = self.run(self.enter(x) if self.is_first else x)
         if not self.is_last:
-            return hidden.to(self.boundary_dtype)
+            return hidden
         assert targets is not None
         return self.leave(hidden, targets)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +17,28 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
-from wavetrain.base.errors import InputError, Problem
+from wavetrain.base.errors import InputError, Problem, RunError
 from wavetrain.runtime.progress import Progress
 
-__all__ = ["Place", "Store", "World", "connect", "first_host", "gloo_group", "join", "place_from_environment", "serve"]
+__all__ = [
+    "Place",
+    "Store",
+    "World",
+    "await_store",
+    "connect",
+    "first_host",
+    "gloo_group",
+    "join",
+    "place_from_environment",
+    "serve",
+]
 
 if TYPE_CHECKING:  # torch's stubs have them at another place than the module
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 else:
     from torch.distributed import PrefixStore, Store, TCPStore
 
+RETRY_S = 0.05
 PATIENCE_S = 60.0  # for a connection to the store, and for all ranks to meet
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM: Final = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -92,6 +105,20 @@ def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S)
     limit = timedelta(seconds=timeout_s)
     store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
     return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
+
+
+def await_store(place: Place, *, timeout_s: float = PATIENCE_S) -> None:
+    """Return when the store answers, where another process starts it; torch's own attempts are loud and far between."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((place.host, place.port), timeout=timeout_s):
+                return
+        except OSError as error:
+            if time.monotonic() > until:
+                where, why = f"{place.host}:{place.port}", error.strerror or str(error)
+                raise RunError(f"rank {place.rank}: no store at {where} for {timeout_s:.0f} s ({why})") from None
+        time.sleep(RETRY_S)
 
 
 def serve(place: Place, listener: socket.socket) -> Store:

@@ -14,6 +14,7 @@ from wavetrain.base.units import format_bytes, format_count, format_seconds
 from wavetrain.plan.plan import Plan, Variant
 from wavetrain.plan.read import write_plan
 from wavetrain.planner.explain import Compared
+from wavetrain.planner.prove import Proof
 from wavetrain.planner.question import Objective, Question
 from wavetrain.planner.rescue import Rescue
 from wavetrain.planner.search import Answer, Found
@@ -313,23 +314,32 @@ def infeasible_card(answer: Answer, found: Rescue) -> RenderableType:
 # --- a certificate that was checked ---
 
 
-def verified_document(plan: Plan, certificate: Json, reasons: Sequence[str]) -> Json:
+def verified_document(plan: Plan, certificate: Json, proof: Proof) -> Json:
     figures = {key: certificate.get(key) for key in ("space", "evaluated", "pruned", "gap", "cost", "lower", "step_s")}
-    return {"schema": VERIFIED, "proven": not reasons, "reasons": list(reasons), "words": sentence(plan), **figures}
+    return {
+        "schema": VERIFIED,
+        "proven": proof.is_proven,
+        "rejected": bool(proof.reasons),
+        "reasons": [*proof.reasons, *(f"not shown: {words}" for words in proof.not_shown)],
+        "shown_gap": proof.gap,
+        "search_s": proof.search_s,
+        "words": sentence(plan),
+        **figures,
+    }
 
 
-def verified_card(plan: Plan, certificate: Json, reasons: Sequence[str]) -> RenderableType:
-    if reasons:
-        return facts("NOT proven", [("because", reason) for reason in reasons])
-    inner = certificate["inner"]
-    rows = [
-        ("plan", sentence(plan)),
-        ("step", format_seconds(certificate["step_s"])),
-        ("space", f"{certificate['space']:,} layouts searched again, none is better"),
-        ("gap", f"{certificate['gap']:.1%}" if certificate["gap"] else "0"),
-    ]
-    if inner is not None:
+def verified_card(plan: Plan, certificate: Json, proof: Proof) -> RenderableType:
+    if proof.reasons:
+        return facts("NOT proven", [("because", reason) for reason in proof.reasons])
+    rows = [("plan", sentence(plan)), ("step", format_seconds(certificate["step_s"]))]
+    if certificate["inner"] is not None:
         rows.append(("choices", "of blocks and operators: proof checked in integers"))
+    if proof.not_shown:
+        rows.append(("shown", "digest, step, memory and counts"))
+        return facts("NOT proven", [*rows, *(("not shown", words) for words in proof.not_shown)])
+    better = f"better by more than {certificate['gap']:.2%}" if certificate["gap"] else "better"
+    rows.append(("space", f"{certificate['space']:,} layouts searched again, none is {better}"))
+    rows.append(("gap", f"{certificate['gap']:.2%}" if certificate["gap"] else "0"))
     return facts("proven", rows)
 
 

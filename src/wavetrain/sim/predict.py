@@ -225,6 +225,13 @@ def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
     return _program(plan, times).actions
 
 
+def to_run(plan: Plan, laws: Laws | None = None) -> tuple[Actions, tuple[StageTimes, ...]]:
+    """What one pipeline of a plan does, and how long each stage's actions are predicted to take."""
+    batch = gather([plan])
+    times = stage_times(plan, batch, estimate(batch, laws or load_laws()))
+    return plan_actions(plan, times), times
+
+
 @lru_cache(maxsize=256)
 def _ready(schedule: str, shape: Shape) -> tuple[engine.Program, ...]:
     return tuple(map(engine.compile, drawn_up(schedule, shape)))

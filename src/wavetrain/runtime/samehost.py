@@ -1,0 +1,160 @@
+"""Messages between ranks of one host through shared memory: no helper threads, one copy out of each end's memory.
+
+Each rank has a box in memory for every rank that sends to it, cut into slots, and one pipe on which it is told what has
+come. A sender copies a tensor into a free slot and writes a line of 32 bytes to the receiver's pipe; the receiver, when
+it next looks, copies the tensor out and frees the slot. Where no slot is free the tensor waits with its sender, who
+tries again whenever it is here; so a send never waits. Names in the file system are gone as soon as both ends are open.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import tempfile
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wavetrain.runtime.transport import CARRIED, Message
+from wavetrain.runtime.world import Store
+
+MOST_BOX_BYTES = 256 * 2**20
+LINE = struct.Struct("<iiiiiiq")  # sender, kind, stage, microbatch, tensor, slot, bytes; whole below a pipe's 4 KiB
+HEADER = 64  # bytes of a box before its slots
+RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
+LOOK = 2**16  # bytes of a pipe read at once
+
+
+@dataclass(frozen=True)
+class Box:
+    """Memory that one rank writes and another reads."""
+
+    taken: memoryview  # one whole number: how many messages have been taken out
+    slots: tuple[Tensor, ...]  # of bytes
+
+    @staticmethod
+    def open(path: Path, *, slot_bytes: int, num_slots: int) -> Box:
+        size = HEADER + slot_bytes * num_slots
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, size)
+            memory = mmap.mmap(file, size)
+        finally:
+            os.close(file)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        slots = tuple(whole[HEADER + at * slot_bytes :][:slot_bytes] for at in range(num_slots))
+        return Box(memoryview(memory)[:8].cast("q"), slots)
+
+
+class SameHost:
+    """Through the boxes and pipes that `open_same_host` has opened."""
+
+    def __init__(self, rank: int, inbox: dict[int, Box], outbox: dict[int, Box], pipes: dict[int, int]) -> None:
+        self._rank, self._inbox, self._outbox, self._pipes = rank, inbox, outbox, pipes
+        self._sent = dict.fromkeys(outbox, 0)
+        self._waiting: dict[int, deque[tuple[Message, Tensor]]] = {to: deque() for to in outbox}
+        self._posted: dict[Message, Tensor] = {}
+        self._early: dict[Message, deque[Tensor]] = {}  # come before they were posted, as bytes
+        self._arrived: dict[Message, deque[Tensor]] = {}
+
+    def post(self, message: Message, source: int, buffer: Tensor) -> None:  # noqa: ARG002
+        early = self._early.get(message)
+        if early:
+            buffer.copy_(early.popleft().view(buffer.dtype).view(buffer.shape))
+            self._arrived.setdefault(message, deque()).append(buffer)
+        else:
+            self._posted[message] = buffer
+
+    def wait(self, message: Message) -> Tensor:
+        while not self._arrived.get(message):
+            self._look(RETRY_S if self._flush() else None)
+        return self._arrived[message].popleft()
+
+    def send(self, message: Message, target: int, tensor: Tensor) -> None:
+        if self._waiting[target] or not self._put(message, target, tensor):
+            self._waiting[target].append((message, tensor))
+
+    def finish(self) -> None:
+        while self._flush():
+            self._look(RETRY_S)
+
+    def _put(self, message: Message, target: int, tensor: Tensor) -> bool:
+        box, number = self._outbox[target], self._sent[target]
+        if number - box.taken[0] >= len(box.slots):
+            return False
+        slot = number % len(box.slots)
+        num_bytes = tensor.numel() * tensor.element_size()
+        box.slots[slot][:num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        kind, stage, microbatch, index = message
+        line = LINE.pack(self._rank, CARRIED.index(kind), stage, microbatch, index, slot, num_bytes)
+        os.write(self._pipes[target], line)
+        self._sent[target] = number + 1
+        return True
+
+    def _flush(self) -> bool:
+        """Put what waits into slots that have become free; whether something still waits."""
+        for target, backlog in self._waiting.items():
+            while backlog and self._put(backlog[0][0], target, backlog[0][1]):
+                backlog.popleft()
+        return any(self._waiting.values())
+
+    def _look(self, timeout_s: float | None) -> None:
+        """Take in what has come; wait for something for so long, or for as long as it takes."""
+        pipe = self._pipes[self._rank]
+        if timeout_s is not None and not select.select([pipe], [], [], timeout_s)[0]:
+            return
+        lines = os.read(pipe, LOOK // LINE.size * LINE.size)
+        for sender, kind, stage, microbatch, index, slot, num_bytes in LINE.iter_unpack(lines):
+            message, box = Message(CARRIED[kind], stage, microbatch, index), self._inbox[sender]
+            data, buffer = box.slots[slot][:num_bytes], self._posted.pop(message, None)
+            if buffer is None:
+                self._early.setdefault(message, deque()).append(data.clone())
+            else:
+                buffer.copy_(data.view(buffer.dtype).view(buffer.shape))
+                self._arrived.setdefault(message, deque()).append(buffer)
+            box.taken[0] += 1
+
+
+def open_same_host(
+    rank: int, size: int, store: Store, links: Iterable[tuple[int, int]], *, most_bytes: int
+) -> SameHost:
+    """Open the boxes of all directed links for messages of at most so many bytes; all ranks call this together."""
+    links = sorted(set(links))
+    num_slots = max(2, min(64, MOST_BOX_BYTES // most_bytes))
+    slot_bytes = -(-most_bytes // HEADER) * HEADER
+    if rank == 0:
+        store.set("same-host", tempfile.mkdtemp(prefix="wavetrain-", dir=_memory_folder()))
+    folder = Path(store.get("same-host").decode())
+    os.mkfifo(folder / f"pipe-{rank}", 0o600)
+    _meet(store, size, "same-host-pipes")
+    inbox: dict[int, Box] = {}
+    outbox: dict[int, Box] = {}
+    for sender, receiver in links:
+        if rank in (sender, receiver):
+            box = Box.open(folder / f"box-{sender}-{receiver}", slot_bytes=slot_bytes, num_slots=num_slots)
+            (outbox if rank == sender else inbox)[receiver if rank == sender else sender] = box
+    pipes = {peer: os.open(folder / f"pipe-{peer}", os.O_RDWR) for peer in {rank, *outbox}}
+    _meet(store, size, "same-host-open")
+    if rank == 0:
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    return SameHost(rank, inbox, outbox, pipes)
+
+
+def _memory_folder() -> str | None:
+    """Where files are memory; else the usual place for temporary ones."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - a folder of our own is made in it
+
+
+def _meet(store: Store, size: int, key: str) -> None:
+    """Wait until all ranks are here."""
+    if store.add(key, 1) == size:
+        store.set(f"{key}-all", "")
+    store.wait([f"{key}-all"])

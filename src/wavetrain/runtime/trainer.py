@@ -1,0 +1,186 @@
+"""Trains: every rank builds its stages, runs the plan's actions step by step and takes the optimizer's step.
+
+What a rank must compare itself with (the order, how long actions were predicted to take) comes with the job: the
+runtime knows no predictions of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wavetrain.model.model import Model
+from wavetrain.plan.plan import Plan
+from wavetrain.runtime.chunk import Batch, Chunk, Computed, Durations, Emulated
+from wavetrain.runtime.executor import Boundary, Executor, Moment
+from wavetrain.runtime.parts import Parts
+from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
+from wavetrain.runtime.shared import Group, add_shared, groups_of
+from wavetrain.runtime.stages import IGNORED, Stage, cut_into_stages, materialize
+from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.transport import Grouped, Transport, tagged
+from wavetrain.runtime.world import World, gloo_group
+from wavetrain.schedule.action import Actions, Kind
+
+LOG = logging.getLogger(__name__)
+MASKED = 0.15  # of the tokens, where a model guesses hidden ones (Devlin et al. 2018)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all ranks know before they start."""
+
+    plan: Plan
+    actions: Actions
+    steps: int
+    seed: int = 0
+    learning_rate: float = 1e-3
+    emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
+    step_s: float = 0.0  # as predicted
+    timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank hands in at the end."""
+
+    moments: list[Moment]  # of the last step
+    step_ends_s: list[float]
+    losses: list[float]  # of each step, on the rank that has the last stage
+    static_bytes: int
+
+
+def train(job: Job, world: World) -> dict[int, RankRecord]:
+    """One rank's part of a run; rank 0 gets what all have recorded."""
+    torch.set_num_threads(1)
+    with gloo_group(world, timeout_s=job.timeout_s):
+        runner = _Emulator(job, world) if job.emulated else _Learner(job, world)
+        ends, losses, moments = [], [], list[Moment]()
+        for step in range(job.steps):
+            moments, loss = runner.step(step)
+            ends.append(time.monotonic())
+            if loss is not None:
+                losses.append(loss)
+                LOG.info("step %d  loss %.4f", step, loss)
+        ahead_s = clock_ahead_s(world.rank, world.size)
+        ends = [end - ahead_s for end in ends]
+        world.store.set(f"record/{world.rank}", json.dumps([ends, losses, runner.static_bytes]))
+        world.store.set(f"moments/{world.rank}", write_moments(moments, ahead_s=ahead_s))
+        return {rank: _record(world, rank) for rank in range(world.size)} if world.rank == 0 else {}
+
+
+def _record(world: World, rank: int) -> RankRecord:
+    ends, losses, static = json.loads(world.store.get(f"record/{rank}"))
+    return RankRecord(read_moments(world.store.get(f"moments/{rank}").decode()), ends, losses, static)
+
+
+class _Emulator:
+    """A rank that waits instead of computing."""
+
+    static_bytes = 0
+
+    def __init__(self, job: Job, world: World) -> None:
+        plan, durations = job.plan, job.emulated
+        assert durations is not None
+        width = _width(plan.model)
+        shape = (plan.layout.microbatch, plan.seq_len // plan.layout.cp, width)
+        dtype = _dtype(plan)
+        local = job.actions.placement.local[world.rank]
+        chunks: dict[int, Chunk] = {stage: Emulated(durations[stage], shape, dtype) for stage in local}
+        boundary = Boundary(dict.fromkeys(range(job.actions.num_microbatches), shape), dtype)
+        transport = _transport(job, world)
+        self._executor = Executor(world.rank, job.actions, chunks, transport, boundary, progress=world.progress)
+
+    def step(self, step: int) -> tuple[list[Moment], float | None]:  # noqa: ARG002
+        return self._executor.step(Batch()), None
+
+
+class _Learner:
+    """A rank that computes."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        plan, actions = job.plan, job.actions
+        parts = parts_of(plan.model)
+        self._job, self._rank = job, world.rank
+        self._groups = shared_groups(parts, plan, actions)
+        self._transport = transport = _transport(job, world, more=len(self._groups))
+        self._stages = cut_into_stages(parts, plan.cut, actions.placement.local[world.rank])
+        materialize(self._stages, seed=job.seed)
+        recomputed = {a.stage for a in actions.ranks[world.rank] if a.kind is Kind.RECOMPUTE}
+        self._chunks = {
+            number: Computed(stage, split=actions.is_split, recomputed=number in recomputed)
+            for number, stage in self._stages.items()
+        }
+        shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
+        boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
+        self._executor = Executor(world.rank, actions, self._chunks, transport, boundary, progress=world.progress)
+        self._parameters = own_parameters(self._stages)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=job.learning_rate, foreach=False)
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, gradients and the optimizer's two moments."""
+        return sum(4 * p.numel() * p.element_size() for p in self._parameters)
+
+    def step(self, step: int) -> tuple[list[Moment], float | None]:
+        moments = self._executor.step(synthetic(self._job, step))
+        add_shared(self._groups, self._stages, self._job.actions.placement, self._rank, self._transport)
+        self._optimizer.step()
+        for stage in self._stages.values():
+            stage.zero_grad(set_to_none=True)
+        losses = [loss for chunk in self._chunks.values() for _, loss in sorted(chunk.losses.items())]
+        return moments, float(sum(losses)) if losses else None
+
+
+def own_parameters(stages: dict[int, Stage]) -> list[Tensor]:
+    """Every parameter of a rank once; tied ones that share their values are one."""
+    by_place = {p.data_ptr(): p for stage in stages.values() for _, p in stage.named()}
+    return list(by_place.values())
+
+
+def shared_groups(parts: Parts, plan: Plan, actions: Actions) -> tuple[Group, ...]:
+    """Parameters that several stages have, known on every rank from the model alone."""
+    whole = cut_into_stages(parts, plan.cut, range(actions.placement.depth))
+    names = {number: [name for name, _ in stage.named()] for number, stage in whole.items()}
+    return groups_of(names, parts.ties, actions.placement)
+
+
+def synthetic(job: Job, step: int) -> Batch:
+    """Sequences that can be learnt: each counts on by a step of its own, and starts anywhere. By seed and step."""
+    plan = job.plan
+    assert plan.model.architecture is not None
+    vocab, length = plan.model.architecture.vocab, plan.seq_len
+    generator = torch.Generator().manual_seed((job.seed << 32) + step)
+    tokens, targets = {}, {}
+    for m in range(job.actions.num_microbatches):
+        size = (plan.layout.microbatch, 1)
+        first, stride = torch.randint(vocab, size, generator=generator), torch.randint(1, 4, size, generator=generator)
+        sequence = (first + stride * torch.arange(length + 1)) % vocab
+        if plan.model.architecture.head == "causal":
+            tokens[m], targets[m] = sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+        else:
+            hidden = torch.rand(size[0], length, generator=generator) < MASKED
+            hidden[:, 0] = True  # a microbatch without a target would teach nothing
+            tokens[m] = sequence[:, :-1].masked_fill(hidden, 0)
+            targets[m] = sequence[:, :-1].masked_fill(~hidden, IGNORED)
+    return Batch(tokens, targets, sum(int((target != IGNORED).sum()) for target in targets.values()))
+
+
+def _transport(job: Job, world: World, *, more: int = 0) -> Transport:
+    """Messages of microbatches and of `more` shared gradients."""
+    numbers = max(job.actions.num_microbatches, more)
+    return Grouped(world.rank, tagged(job.actions.placement.num_stages, numbers))
+
+
+def _width(model: Model) -> int:
+    assert model.architecture is not None
+    return model.architecture.hidden
+
+
+def _dtype(plan: Plan) -> torch.dtype:
+    return torch.float32 if plan.precision.compute.num_bytes == 4 else torch.bfloat16
