@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from wavetrain.runtime.chunk import Batch, Computed, wait_until
 from wavetrain.runtime.executor import Boundary, Executor
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.transport import Grouped, tagged
+from wavetrain.runtime.samehost import open_same_host
+from wavetrain.runtime.transport import Grouped, Transport, links_of, tagged
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Actions, Costs, Shape, evaluate, write_text
 
@@ -157,19 +159,31 @@ class Setting:
 Step = Callable[[], object]
 
 
-def our_step(setting: Setting, rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
+Carrier = Callable[[Setting, World], Transport]
+
+
+def by_memory(setting: Setting, world: World) -> Transport:
+    """Shared memory: what `wavetrain train --local` uses."""
+    links = links_of(setting.actions)
+    return open_same_host(world.rank, world.size, world.store, links, most_bytes=setting.kilobytes * 1024)
+
+
+def by_gloo(setting: Setting, world: World) -> Transport:
+    return Grouped(world.rank, tagged(setting.actions.placement.num_stages, setting.microbatches))
+
+
+def our_step(setting: Setting, world: World, stages: dict[int, Slow], batch: Tensor, carrier: Carrier) -> Step:
     actions, split = setting.actions, setting.actions.is_split
-    placement, count = actions.placement, setting.microbatches
+    count = setting.microbatches
     chunks = {number: Computed(stage, split=split) for number, stage in stages.items()}
     boundary = Boundary(dict.fromkeys(range(count), (1, batch.shape[1])))
-    transport = Grouped(rank, tagged(placement.num_stages, count))
-    executor = Executor(rank, actions, chunks, transport, boundary)
+    executor = Executor(world.rank, actions, chunks, carrier(setting, world), boundary, progress=world.progress)
     tokens = {m: batch[m : m + 1] for m in range(count)}
     step = Batch(tokens, tokens, count)
     return lambda: executor.step(step)
 
 
-def torch_step(setting: Setting, _rank: int, stages: dict[int, Slow], batch: Tensor) -> Step:
+def torch_step(setting: Setting, _world: World, stages: dict[int, Slow], batch: Tensor) -> Step:
     depth, count = setting.actions.placement.num_stages, setting.microbatches
     device, one = torch.device("cpu"), batch[:1].clone()
     inner = one.clone().requires_grad_()  # said to need a gradient: PyTorch sends none otherwise
@@ -213,11 +227,15 @@ def measure(setting: Setting, world: World) -> dict[str, list[float]]:
     actions = setting.actions
     placement, t = actions.placement, setting.chunk_s
     batch = torch.zeros(setting.microbatches, setting.kilobytes * 256)
-    makers = {"ours": our_step, "torch": torch_step}
+    makers = {
+        "ours": partial(our_step, carrier=by_memory),
+        "gloo": partial(our_step, carrier=by_gloo),
+        "torch": torch_step,
+    }
     steps = {}
     for name, make in makers.items():
         own = {s: Slow(s, placement.num_stages, (t, t, t)) for s in placement.local[world.rank]}
-        steps[name] = make(setting, world.rank, own, batch)
+        steps[name] = make(setting, world, own, batch)
     nominal = 3 * t * len(placement.local[world.rank]) * setting.microbatches
     found: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(setting.repeats + 1):
@@ -253,7 +271,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default=",".join(ORDERS))
     given = parser.parse_args()
-    print("ranks  microbatches  chunk  message  order         ideal     ours (min)      torch (min)     excess ratio")
+    print(
+        "ranks  microbatches  chunk  message  order         ideal     ours (min)     over gloo (min)  torch (min)    excess/torch's, gloo"
+    )
     for ms in map(float, given.chunk_ms.split(",")):
         for kilobytes in map(int, given.kilobytes.split(",")):
             for ranks in map(int, given.ranks.split(",")):
@@ -266,10 +286,10 @@ def report(setting: Setting) -> None:
     found = {name: [s / setting.ideal_s for s in seconds] for name, seconds in run(setting).items()}
     median = {name: statistics.median(ratios) for name, ratios in found.items()}
     cells = "  ".join(f"{median[name]:.3f} ({min(found[name]):.3f})" for name in found)
-    excess = (median["ours"] - 1) / (median["torch"] - 1)
+    excess = [(median[name] - 1) / (median["torch"] - 1) for name in ("ours", "gloo")]
     print(
         f"{setting.ranks:5d}  {setting.microbatches:12d}  {setting.chunk_s * 1e3:3.0f} ms  {setting.kilobytes:4d} KB  "
-        f"{setting.order:12s}  {setting.ideal_s * 1e3:4.0f} ms  {cells}  {excess:6.2f}",
+        f"{setting.order:12s}  {setting.ideal_s * 1e3:4.0f} ms  {cells}  {excess[0]:6.2f} {excess[1]:6.2f}",
         flush=True,
     )
 

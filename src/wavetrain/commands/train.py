@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wavetrain.base.errors import InputError, Problem
-from wavetrain.commands.shared import AsJson, show, write, writing
+from wavetrain.commands.shared import AsJson, one_of, show, write, writing
 
 if TYPE_CHECKING:
     from wavetrain.plan import Plan
@@ -28,6 +29,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Wait as long as predicted instead of computing; messages are real.")
     ] = False,
+    transport: Annotated[str, typer.Option(help="Between stages: memory (one host), gloo, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of initial values and data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
     hang_floor: Annotated[float, typer.Option(help="Least seconds without progress that count as a hang.")] = 10.0,
@@ -41,8 +43,12 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     wanted = read_plan(plan)
     _refuse_layout(wanted, emulate=emulate)
     from wavetrain.runtime.report import Limits
+    from wavetrain.runtime.trainer import CARRIERS
 
-    job = job_of(wanted, steps=steps, seed=seed, learning_rate=learning_rate, emulate=emulate)
+    job = replace(
+        job_of(wanted, steps=steps, seed=seed, learning_rate=learning_rate, emulate=emulate),
+        transport=one_of("--transport", transport, CARRIERS),
+    )
     limits = Limits(step_s=job.step_s if emulate else 0.0, floor_s=hang_floor)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:

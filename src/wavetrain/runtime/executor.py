@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,10 @@ class Boundary:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
+    @property
+    def most_bytes(self) -> int:
+        return max(map(prod, self.shapes.values())) * self.dtype.itemsize
+
     def buffer(self, microbatch: int) -> Tensor:
         return torch.empty(self.shapes[microbatch], dtype=self.dtype, device=self.device)
 
@@ -60,6 +65,7 @@ class Instruction(NamedTuple):
     uses: Message | None = None  # what it needs or, as a message, is
     peer: int = -1  # the rank at the other end of that
     makes: Message | None = None  # what its result is called
+    lane: str = "compute"
 
 
 Before = Callable[[int, Action], None]  # (step, action): called before each action; faults are injected here
@@ -88,6 +94,7 @@ class Executor:
         self._receives = [line for line in self._program if line.action.kind in RECEIVES]
         self._posted = self._passed = 0  # receives that were posted; whose place was passed
         self._moments: list[Moment] = []
+        self._ended: tuple[Instruction, float, float] | None = None  # an action that is not yet in the record
 
     def step(self, batch: Batch) -> list[Moment]:
         """Run all actions once. What the microbatches cost is then in the last stage's `losses`."""
@@ -103,6 +110,7 @@ class Executor:
                     self._before(progress.step, line.action)
                 line.run(line)
             self._transport.finish()
+            self._record()
         progress.step += 1
         progress.enter(Phase.COLLECTIVE)
         assert not self._results, "a step ended with results that nobody used"
@@ -114,7 +122,7 @@ class Executor:
         chunk, x = self.chunks[line.stage], self._input(line)
         start = time.monotonic()
         result = chunk.forward(line.microbatch, x)
-        self._note(line, start)
+        self._ended = line, start, time.monotonic()
         if line.makes is not None:
             self._results[line.makes] = result
 
@@ -123,19 +131,21 @@ class Executor:
         run = chunk.backward if line.action.kind is Kind.B else chunk.backward_input
         start = time.monotonic()
         result = run(line.microbatch, gradient)
-        self._note(line, start)
+        self._ended = line, start, time.monotonic()
         if line.makes is not None:
             self._results[line.makes] = result
 
     def _weight(self, line: Instruction) -> None:
+        self._record()
         start = time.monotonic()
         self.chunks[line.stage].backward_weight(line.microbatch)
-        self._note(line, start)
+        self._ended = line, start, time.monotonic()
 
     def _recompute(self, line: Instruction) -> None:
+        self._record()
         start = time.monotonic()
         self.chunks[line.stage].recompute(line.microbatch)
-        self._note(line, start)
+        self._ended = line, start, time.monotonic()
 
     def _send(self, line: Instruction) -> None:
         assert line.uses is not None
@@ -143,15 +153,19 @@ class Executor:
         assert result is not None, f"{line.name} has nothing to send"
         start = time.monotonic()
         self._transport.send(line.uses, line.peer, result)
-        self._note(line, start, f"send to {line.peer}")
+        end = time.monotonic()
+        self._record()  # only now: the receiver waits for the message, not for the record
+        self._ended = line, start, end
 
     def _receive(self, line: Instruction) -> None:  # noqa: ARG002
+        self._record()
         self._passed += 1
         self._post(self._passed + AHEAD)
 
     # --- what they share ---
 
     def _input(self, line: Instruction) -> Tensor | None:
+        self._record()
         if line.uses is None:
             return None
         if line.peer == self.rank:
@@ -168,13 +182,16 @@ class Executor:
             self._transport.post(line.uses, line.peer, self._boundary.buffer(line.microbatch))
             self._posted += 1
 
-    def _note(self, line: Instruction, start_s: float, lane: str = "compute") -> None:
-        end_s = time.monotonic()
+    def _record(self) -> None:
+        """Put down the last action, with what is held since."""
+        if self._ended is None:
+            return
+        (line, start_s, end_s), self._ended = self._ended, None
         live = held = 0
         for chunk in self.chunks.values():
             live += chunk.live
             held += chunk.held_bytes
-        self._moments.append(Moment(line.name, lane, start_s, end_s, live, held))
+        self._moments.append(Moment(line.name, line.lane, start_s, end_s, live, held))
 
     # --- before the first step ---
 
@@ -185,7 +202,8 @@ class Executor:
         line = Instruction(str(action), action, stage, microbatch, run)
         if kind in SENDS:
             what = Message(*_receive_of(action))
-            return line._replace(run=self._send, uses=what, peer=placement.ranks[what.stage])
+            peer = placement.ranks[what.stage]
+            return line._replace(run=self._send, uses=what, peer=peer, lane=f"send to {peer}")
         if kind in RECEIVES:
             source = stage - 1 if kind is Kind.RECV_F else stage + 1
             return line._replace(run=self._receive, uses=Message(kind, stage, microbatch), peer=placement.ranks[source])

@@ -37,6 +37,9 @@ class Box:
 
     taken: memoryview  # one whole number: how many messages have been taken out
     slots: tuple[Tensor, ...]  # of bytes
+    views: dict[
+        tuple[int, torch.dtype, torch.Size], Tensor
+    ]  # slots as tensors; made once, for they take longer than a copy
 
     @staticmethod
     def open(path: Path, *, slot_bytes: int, num_slots: int) -> Box:
@@ -49,7 +52,15 @@ class Box:
             os.close(file)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         slots = tuple(whole[HEADER + at * slot_bytes :][:slot_bytes] for at in range(num_slots))
-        return Box(memoryview(memory)[:8].cast("q"), slots)
+        return Box(memoryview(memory)[:8].cast("q"), slots, {})
+
+    def view(self, slot: int, like: Tensor) -> Tensor:
+        """A slot as a tensor of the form of another."""
+        key = slot, like.dtype, like.shape
+        if key not in self.views:
+            num_bytes = like.numel() * like.element_size()
+            self.views[key] = self.slots[slot][:num_bytes].view(like.dtype).view(like.shape)
+        return self.views[key]
 
 
 class SameHost:
@@ -89,8 +100,8 @@ class SameHost:
         if number - box.taken[0] >= len(box.slots):
             return False
         slot = number % len(box.slots)
-        num_bytes = tensor.numel() * tensor.element_size()
-        box.slots[slot][:num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        num_bytes = tensor.nbytes
+        box.view(slot, tensor).copy_(tensor)
         kind, stage, microbatch, index = message
         line = LINE.pack(self._rank, CARRIED.index(kind), stage, microbatch, index, slot, num_bytes)
         os.write(self._pipes[target], line)
@@ -112,11 +123,11 @@ class SameHost:
         lines = os.read(pipe, LOOK // LINE.size * LINE.size)
         for sender, kind, stage, microbatch, index, slot, num_bytes in LINE.iter_unpack(lines):
             message, box = Message(CARRIED[kind], stage, microbatch, index), self._inbox[sender]
-            data, buffer = box.slots[slot][:num_bytes], self._posted.pop(message, None)
+            buffer = self._posted.pop(message, None)
             if buffer is None:
-                self._early.setdefault(message, deque()).append(data.clone())
+                self._early.setdefault(message, deque()).append(box.slots[slot][:num_bytes].clone())
             else:
-                buffer.copy_(data.view(buffer.dtype).view(buffer.shape))
+                buffer.copy_(box.view(slot, buffer))
                 self._arrived.setdefault(message, deque()).append(buffer)
             box.taken[0] += 1
 

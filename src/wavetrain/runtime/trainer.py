@@ -16,18 +16,21 @@ from torch import Tensor
 
 from wavetrain.model.model import Model
 from wavetrain.plan.plan import Plan
+from wavetrain.runtime.board import kernel
 from wavetrain.runtime.chunk import Batch, Chunk, Computed, Durations, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.parts import Parts
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
+from wavetrain.runtime.samehost import open_same_host
 from wavetrain.runtime.shared import Group, add_shared, groups_of
 from wavetrain.runtime.stages import IGNORED, Stage, cut_into_stages, materialize
 from wavetrain.runtime.transformer import parts_of
-from wavetrain.runtime.transport import Grouped, Transport, tagged
+from wavetrain.runtime.transport import Grouped, Transport, links_of, tagged
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule.action import Actions, Kind
 
 LOG = logging.getLogger(__name__)
+CARRIERS = ("auto", "memory", "gloo")
 MASKED = 0.15  # of the tokens, where a model guesses hidden ones (Devlin et al. 2018)
 
 
@@ -42,6 +45,7 @@ class Job:
     learning_rate: float = 1e-3
     emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
     step_s: float = 0.0  # as predicted
+    transport: str = "auto"  # of CARRIERS
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
 
 
@@ -93,7 +97,7 @@ class _Emulator:
         local = job.actions.placement.local[world.rank]
         chunks: dict[int, Chunk] = {stage: Emulated(durations[stage], shape, dtype) for stage in local}
         boundary = Boundary(dict.fromkeys(range(job.actions.num_microbatches), shape), dtype)
-        transport = _transport(job, world)
+        transport = carrier(job, world, boundary)
         self._executor = Executor(world.rank, job.actions, chunks, transport, boundary, progress=world.progress)
 
     def step(self, step: int) -> tuple[list[Moment], float | None]:  # noqa: ARG002
@@ -108,7 +112,7 @@ class _Learner:
         parts = parts_of(plan.model)
         self._job, self._rank = job, world.rank
         self._groups = shared_groups(parts, plan, actions)
-        self._transport = transport = _transport(job, world, more=len(self._groups))
+        self._gradients = Grouped(world.rank, tagged(actions.placement.num_stages, max(1, len(self._groups))))
         self._stages = cut_into_stages(parts, plan.cut, actions.placement.local[world.rank])
         materialize(self._stages, seed=job.seed)
         recomputed = {a.stage for a in actions.ranks[world.rank] if a.kind is Kind.RECOMPUTE}
@@ -118,6 +122,7 @@ class _Learner:
         }
         shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
         boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
+        transport = carrier(job, world, boundary)
         self._executor = Executor(world.rank, actions, self._chunks, transport, boundary, progress=world.progress)
         self._parameters = own_parameters(self._stages)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=job.learning_rate, foreach=False)
@@ -129,7 +134,7 @@ class _Learner:
 
     def step(self, step: int) -> tuple[list[Moment], float | None]:
         moments = self._executor.step(synthetic(self._job, step))
-        add_shared(self._groups, self._stages, self._job.actions.placement, self._rank, self._transport)
+        add_shared(self._groups, self._stages, self._job.actions.placement, self._rank, self._gradients)
         self._optimizer.step()
         for stage in self._stages.values():
             stage.zero_grad(set_to_none=True)
@@ -171,10 +176,20 @@ def synthetic(job: Job, step: int) -> Batch:
     return Batch(tokens, targets, sum(int((target != IGNORED).sum()) for target in targets.values()))
 
 
-def _transport(job: Job, world: World, *, more: int = 0) -> Transport:
-    """Messages of microbatches and of `more` shared gradients."""
-    numbers = max(job.actions.num_microbatches, more)
-    return Grouped(world.rank, tagged(job.actions.placement.num_stages, numbers))
+def carrier(job: Job, world: World, boundary: Boundary) -> Transport:
+    """How messages between stages travel: through memory where all ranks are on one host, else over gloo."""
+    if job.transport == "memory" or (job.transport == "auto" and on_one_host(world)):
+        return open_same_host(
+            world.rank, world.size, world.store, links_of(job.actions), most_bytes=boundary.most_bytes
+        )
+    return Grouped(world.rank, tagged(job.actions.placement.num_stages, job.actions.num_microbatches))
+
+
+def on_one_host(world: World) -> bool:
+    """Whether all ranks run under one kernel."""
+    world.store.set(f"kernel/{world.rank}", kernel())
+    kernels = {world.store.get(f"kernel/{rank}") for rank in range(world.size)}
+    return len(kernels) == 1 and b"" not in kernels
 
 
 def _width(model: Model) -> int:
