@@ -126,7 +126,7 @@ def limited(units: tuple[Unit, ...], *, share: float = 0.3) -> Problem:
     free = Problem(units=units, limit=0, microbatches=4, forward_share=50_000, backward_share=50_000,
                    reduction_share=100_000)  # fmt: skip
     ends = [
-        peak(free, tuple((Run(kind.unit.count, cheapest(kind, weights)[1]),) for kind in kinds_of(free)))
+        peak(free, tuple((Run(kind.unit.count, cheapest([(kind, weights)])[0][1]),) for kind in kinds_of(free)))
         for weights in (Weights(held=1, saved=1, left=1, running=1), Weights(time=1))
     ]
     limit = round(ends[0] + share * (ends[1] - ends[0]))

@@ -13,7 +13,7 @@ from instances import cases_of, choices_of, num_selections, problem_of
 
 from wavetrain.planner.choose import choose, least_peak
 from wavetrain.planner.leaves import to_json, verify
-from wavetrain.planner.price import Weights, cheapest, cost_of, kinds_of, within
+from wavetrain.planner.price import Weights, cheapest, cost_of, kinds_of, roughly_cheapest, within
 from wavetrain.planner.problem import MILLION, Option, Problem, Run, Unit, arranged, load_of, peak, time
 
 
@@ -101,13 +101,26 @@ def test_prices_of_a_unit_equal_a_full_list():
         unit, weights = problem.units[0], Weights(3, 7 * MILLION, -2 * MILLION, 10**7, 3 * 10**7, 10**6, 2 * 10**7)
         priced = sorted((cost_of(load_of(problem, unit, picks), weights), picks) for picks in choices_of(unit))
         (kind,) = kinds_of(problem)
-        least = cheapest(kind, weights)[0]
+        least = cheapest([(kind, weights)])[0][0]
         assert least == priced[0][0]
-        assert {cost_of(load, weights) for load in within(kind, weights, least).values()} == {least}
+        assert {cost_of(load, weights) for load in within([(kind, weights, least)])[0].values()} == {least}
         # Dominated choices may be missing; none is there that should not be, and every cost is right.
         budget = priced[len(priced) // 20][0]
-        found = {(cost_of(load, weights), picks) for picks, load in within(kind, weights, budget).items()}
+        found = {(cost_of(load, weights), picks) for picks, load in within([(kind, weights, budget)])[0].items()}
         assert found <= {item for item in priced if item[0] <= budget}
+
+
+def test_many_units_are_priced_as_each_by_itself():
+    weights = Weights(3, 7 * MILLION, -2 * MILLION, 10**7, 3 * 10**7, 10**6, 2 * 10**7)
+    drawn = (problem_of(seed, operators=12, options=4, units=3, exactly=True) for seed in range(40))
+    for problem in drawn:
+        together = [(kind, weights) for kind in kinds_of(problem)]
+        alone = [cheapest([(kind, weights)])[0] for kind in kinds_of(problem)]
+        assert cheapest(together) == alone
+        assert all(low <= cost for (low, _), (cost, _) in zip(roughly_cheapest(together), alone, strict=True))
+        budgets = [cost + abs(cost) // 20 for cost, _ in alone]
+        asked = [(kind, weights, budget) for (kind, _), budget in zip(together, budgets, strict=True)]
+        assert within(asked) == [within([each])[0] for each in asked]
 
 
 def test_the_order_of_copies_has_the_lowest_peak():

@@ -20,7 +20,6 @@ from wavetrain.planner.leaves import (
     Certificate,
     Choices,
     Multipliers,
-    Segment,
     constant,
     gap_of,
     list_choices,
@@ -28,8 +27,8 @@ from wavetrain.planner.leaves import (
     sift,
     weigh,
 )
-from wavetrain.planner.master import Answer, Copy, Frame, solve
-from wavetrain.planner.price import Kind, Weights, cheapest, cost_of, kinds_of, prepare, roughly_cheapest
+from wavetrain.planner.master import Answer, Frame, solve
+from wavetrain.planner.price import Kind, Wanted, Weights, cheapest, cost_of, kinds_of, roughly_cheapest
 from wavetrain.planner.problem import (
     MILLION,
     Picks,
@@ -42,13 +41,11 @@ from wavetrain.planner.problem import (
     loads_of,
     peak,
     time,
-    time_of,
 )
 
 LEAN = Weights(held=1, saved=1, left=1, running=1)
 FEW = 60  # choices among which cases find a better selection as fast
-MOST_SEEDS = 8  # prices to begin with; the program finds the rest
-ENOUGH = 200  # the part of what is between bound and best selection that is not worth another program
+ENOUGH = 200_000  # the part of the time by which a higher bound is not worth another program
 MOST_ROUNDS = 200  # of adding choices; each adds at least one, so that it is never reached in practice
 
 
@@ -90,10 +87,6 @@ def choose(problem: Problem, *, time_limit_s: float | None = None) -> Chosen:
             return _infeasible(search, proof)
     assert search.best is not None
     choices = _initial(search, (search.best, lean, *(free.selection for free in frees)))
-    if any(kind.operators for kind in search.kinds):
-        over = [free for free in frees if peak(problem, free.selection) > problem.limit]
-        for free in over[:1]:
-            _seed(search, choices, search.memory[-1], free, lean)
     return _prove(search, _priced(search, choices, fit=False), choices)
 
 
@@ -126,50 +119,11 @@ def _frees(search: Search) -> list[_Free]:
 def _freely(search: Search, longer: int, find: Find) -> _Free:
     problem, by = search.problem, Multipliers(1, longer)
     parts = segments(problem, by, ())
-    prepare((search.kinds[part.unit], part.weights) for part in parts)
-    found = [find(search.kinds[part.unit], part.weights) for part in parts]
+    found = find([(search.kinds[part.unit], part.weights) for part in parts])
     bound = constant(problem, by, ()) + sum(part.count * cost for part, (cost, _) in zip(parts, found, strict=True))
     selection = tuple((Run(part.count, picks),) for part, (_, picks) in zip(parts, found, strict=True))
     search.offer(selection)
     return _Free(selection, by, bound, search.best_time == bound)
-
-
-def _seed(search: Search, choices: Choices, copy: Copy, free: _Free, lean: Selection) -> None:
-    """Add the choices that pay at ever better prices of the memory of one copy: where two selections cost the same,
-    look for a third one that costs less than both.
-    """
-    problem = search.problem
-    low, high = (_point(search, copy, each) for each in (free.selection, lean))
-    for _ in range(MOST_SEEDS):
-        if low[1] <= problem.limit or high[1] >= low[1] or high[0] <= low[0]:
-            return
-        by = Multipliers(low[1] - high[1], free.prices.longer * (low[1] - high[1]), ((*copy, high[0] - low[0]),))
-        longest: dict[int, Segment] = {}
-        for part in segments(problem, by, ()):
-            if part.unit not in longest or part.count > longest[part.unit].count:
-                longest[part.unit] = part
-        prepare((search.kinds[unit], part.weights) for unit, part in longest.items())
-        picks = [roughly_cheapest(search.kinds[unit], part.weights)[1] for unit, part in longest.items()]
-        for unit, (known, each) in enumerate(zip(choices, picks, strict=True)):
-            if each not in known:
-                known[each] = load_of(problem, problem.units[unit], each)
-        selection = tuple((Run(unit.count, each),) for unit, each in zip(problem.units, picks, strict=True))
-        found = _point(search, copy, selection)
-        if (found[0] - low[0]) * by.time + (found[1] - low[1]) * by.memory[0][2] >= 0:
-            return
-        low, high = (found, high) if found[1] > problem.limit else (low, found)
-
-
-def _point(search: Search, copy: Copy, selection: Selection) -> tuple[int, int]:
-    """Time of the selection, of one choice per unit, and its memory while the copy runs."""
-    loads = list(loads_of(search.problem, selection))
-    used = 0
-    for unit, (count, load) in enumerate(loads):
-        before = count if unit < copy[0] else copy[1] + 1 if unit == copy[0] else 0
-        used += count * load.held + before * load.saved + (count - before) * load.left
-        used += load.running if unit == copy[0] else 0
-    search.offer(selection)
-    return time_of(search.problem, loads), used
 
 
 def least_peak(problem: Problem, *, deadline: float = math.inf) -> Tightest:
@@ -208,12 +162,12 @@ def _fit(search: Search, choices: Choices) -> tuple[Case, ...]:
     return (Case((fitted.prices, *tree.cases[0].sieves), tree.cases[0].split), *tree.cases[1:])
 
 
-Find = Callable[[Kind, Weights], tuple[int, Picks]]
+Find = Callable[[Wanted], list[tuple[int, Picks]]]
 
 
 def _uniform(kinds: list[Kind], weights: Weights, find: Find) -> Selection:
-    prepare((kind, weights) for kind in kinds)
-    return tuple((Run(kind.unit.count, find(kind, weights)[1]),) for kind in kinds)
+    found = find([(kind, weights) for kind in kinds])
+    return tuple((Run(kind.unit.count, picks),) for kind, (_, picks) in zip(kinds, found, strict=True))
 
 
 def _initial(search: Search, selections: tuple[Selection, ...]) -> Choices:
@@ -235,16 +189,14 @@ class _Priced:
 
 
 def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
-    """Add choices that pay at the prices of the program until none does, at first without a search for the best."""
+    """Add choices that pay at the prices of the program until none does."""
     best: _Priced | None = None
     for _ in range(MOST_ROUNDS):
         answer = solve(Frame(search.problem, choices, (), tuple(search.memory), fit))
         assert answer is not None, "the program holds a selection that fits"
-        least, lacking = _add_choices(search, choices, answer, roughly_cheapest)
-        if not lacking:
-            least, lacking = _add_choices(search, choices, answer, cheapest)
-            if not fit and search.best_time is not None:  # the last bit of the bound is not worth its time
-                lacking = max(0, lacking - (answer.prices.time * search.best_time - least) // ENOUGH)
+        least, lacking = _add_choices(search, choices, answer)
+        if not fit and search.best_time is not None:  # the last bit of the bound is not worth its time
+            lacking = max(0, lacking - answer.prices.time * search.best_time // ENOUGH)
         bound = -(-least // (answer.prices.time or 1))
         if best is None or bound > best.bound:
             best = _Priced(answer.prices, bound)
@@ -258,13 +210,13 @@ def _priced(search: Search, choices: Choices, *, fit: bool) -> _Priced:
     return best
 
 
-def _add_choices(search: Search, choices: Choices, answer: Answer, find: Find) -> tuple[int, int]:
+def _add_choices(search: Search, choices: Choices, answer: Answer) -> tuple[int, int]:
     """A bound of the inequality over all selections, and by how much the choices that were added lower it."""
     problem = search.problem
     total, lacking = constant(problem, answer.prices, ()), 0
     parts = segments(problem, answer.prices, ())
-    prepare((search.kinds[part.unit], part.weights) for part in parts)
-    found = {key: find(search.kinds[key[0]], key[1]) for key in dict.fromkeys((p.unit, p.weights) for p in parts)}
+    keys = list(dict.fromkeys((part.unit, part.weights) for part in parts))
+    found = dict(zip(keys, cheapest([(search.kinds[unit], weights) for unit, weights in keys]), strict=True))
     for part in parts:
         known, (least, picks) = choices[part.unit], found[part.unit, part.weights]
         total += part.count * least

@@ -7,6 +7,7 @@ out that belongs to an answer; what does not belong to it is for the caller to d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.intp]
 
 MARGIN = 2.0**-44  # of the sum of all magnitudes; a sum of a few dozen products is off by less than 2**-47 of it
-FINER = 4  # grids of shares, each twice as fine as the one before, to find where the bound is highest
+FINER = 8  # grids of shares, each twice as fine as the one before, to find where the bound is highest
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,17 @@ class Board:
 
     def of(self, unit: int) -> Board:
         """The board of one unit out of several."""
-        rest = (self.own[unit], self.slacks[unit], self.least_own[unit], self.margin[unit])
-        return Board(self.terms[:, unit], *rest)
+        one = slice(unit, unit + 1)
+        return Board(self.terms[:, one], self.own[one], self.slacks[one], self.least_own[one], self.margin[one])
+
+
+def joined(boards: Sequence[Board]) -> Board:
+    """One board of all units of several, if of one shape."""
+    terms = np.concatenate([board.terms for board in boards], axis=1)
+    own, slacks, least_own, margin = (
+        np.concatenate([getattr(board, name) for board in boards]) for name in ("own", "slacks", "least_own", "margin")
+    )
+    return Board(terms, own, slacks, least_own, margin)
 
 
 def grid_of(operators: tuple[tuple[tuple[int, Option], ...], ...], twins: tuple[int, ...]) -> Grid | None:
@@ -90,17 +100,17 @@ def board_of(problem: Problem, units: list[Unit], grids: list[Grid], weights: li
 
 def best_shares(board: Board) -> Floats:
     """Shares with a high bound, forward and backward for each unit: of a grid the best, and of finer ones around it."""
-    best, step = np.full(board.slacks.shape, 0.5), 0.25
+    best, step = np.full(board.slacks.shape, 0.5), 0.5
     for _ in range(FINER):
-        points = np.clip(best[:, :, None] + step * np.arange(-2, 3), 0.0, 1.0)
+        points = np.clip(best[:, :, None] + step * np.arange(-1, 2), 0.0, 1.0)
         first, second = points[:, 0, :, None], points[:, 1, None, :]
         cost, forward, backward = board.terms[:, :, None, None]
         values = cost + first[..., None, None] * forward + second[..., None, None] * backward
         bounds = values.min(axis=-1).sum(axis=-1)
         bounds -= first * board.slacks[:, 0, None, None] + second * board.slacks[:, 1, None, None]
-        which = bounds.reshape(len(best), 25).argmax(axis=1)
+        which = bounds.reshape(len(best), 9).argmax(axis=1)
         rows = np.arange(len(best))
-        best = np.stack([points[rows, 0, which // 5], points[rows, 1, which % 5]], axis=1)
+        best = np.stack([points[rows, 0, which // 3], points[rows, 1, which % 3]], axis=1)
         step /= 2
     return best
 
@@ -141,60 +151,101 @@ def improved(board: Board, places: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Partial:
-    """Combinations of the first operators: bound without own bytes, the three sums, own bytes, last place."""
+class _Ranked:
+    """Operators of every unit in the order they are gone through, options by their part of the bound."""
 
+    order: Ints  # unit by depth: the operator
+    places: Ints  # unit by depth by rank: the option
+    values: Floats  # what the option adds to the bound
+    terms: Floats
+    own: Floats
+    follows: npt.NDArray[np.bool_]  # unit by depth: whether it is a twin of the one before
+    rests: Floats  # the least that what follows adds to each of the terms
+
+
+def _ranked(grids: Sequence[Grid], board: Board, shares: Floats) -> _Ranked:
+    terms = board.terms
+    values = terms[0] + shares[:, 0, None, None] * terms[1] + shares[:, 1, None, None] * terms[2]
+    spread = np.where(np.isfinite(values), values, -np.inf).max(axis=2) - values.min(axis=2)
+    twins = np.array([grid.twins for grid in grids])
+    # Operators with much to choose between first: a wrong turn is then seen early. Twins stay together.
+    order = np.lexsort((twins, -spread), axis=1)
+    units = np.arange(len(grids))[:, None]
+    twins = twins[units, order]
+    follows = np.zeros(order.shape, dtype=np.bool_)
+    follows[:, 1:] = twins[:, 1:] == twins[:, :-1]
+    places = values.argsort(axis=2, kind="stable")[units, order]
+    at = (units[:, :, None], order[:, :, None], places)
+    chosen = terms[:, *at]
+    rests = np.zeros((3, len(grids), order.shape[1] + 1))
+    rests[:, :, :-1] = np.cumsum(chosen.min(axis=3)[:, :, ::-1], axis=2)[:, :, ::-1]
+    return _Ranked(order, places, values[at], chosen, board.own[at], follows, rests)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Combinations of the first operators: unit, bound without own bytes, the three sums, own bytes, last rank."""
+
+    unit: Ints
     bound: Floats
     sums: Floats  # cost, forward, backward
     own: Floats
-    place: Ints
+    rank: Ints
 
 
-def combinations(grid: Grid, board: Board, shares: Floats, budget: float, most: int) -> tuple[Floats, Ints] | None:
-    """Cost and options of every combination within the budget, of twins in one order; None where they are too many."""
-    terms = board.terms
-    values = terms[0] + shares[0] * terms[1] + shares[1] * terms[2]
-    places = values.argsort(axis=1, kind="stable")
-    values = np.take_along_axis(values, places, axis=1)
-    spread = np.where(np.isfinite(values), values, -np.inf).max(axis=1) - values[:, 0]
-    # Operators with much to choose between first: a wrong turn is then seen early. Twins stay together.
-    order = sorted(range(len(values)), key=lambda row: (-spread[row], grid.twins[row], row))
-    follows = [False, *(grid.twins[a] == grid.twins[b] for a, b in pairwise(order))]
-    rests = np.cumsum(terms.min(axis=2)[:, order[::-1]], axis=1)[:, ::-1]
-    rests = np.concatenate([rests, np.zeros((3, 1))], axis=1)
-    slacks = np.array([[0.0], *board.slacks[:, None]])
-    start = float(values[:, 0].sum() - shares @ board.slacks)
-    partial = _Partial(np.array([start]), np.zeros((3, 1)), np.full(1, board.least_own), np.zeros(1, np.intp))
+Found = tuple[Floats, Ints] | None  # cost and options of combinations; None where they are too many
+
+
+def combinations(grids: Sequence[Grid], board: Board, shares: Floats, budgets: Floats, most: int) -> list[Found]:
+    """Every combination within the budget of its unit, of twins in one order; for units of one shape all at once."""
+    ranked, size = _ranked(grids, board, shares), len(grids)
+    start = ranked.values[:, :, 0].sum(axis=1) - (shares * board.slacks).sum(axis=1)
+    units = np.arange(size)
+    partial = _Partial(units, start, np.zeros((3, size)), board.least_own, np.zeros_like(units))
     trail = []
-    top = budget + board.margin
-    for depth, row in enumerate(order):
-        here = places[row]
-        bound = partial.bound[:, None] + (values[row] - values[row, 0])
-        own = np.maximum(partial.own[:, None], board.own[row, here])
-        kept = bound + own <= top
-        if follows[depth]:
-            kept &= np.arange(len(here)) >= partial.place[:, None]
-        parents, place = np.nonzero(kept)
-        sums = partial.sums[:, parents] + terms[:, row, here[place]]
-        largest = own[parents, place]
-        ahead = sums + rests[:, depth + 1, None] - slacks
-        true = ahead[0] + np.maximum(ahead[1], 0) + np.maximum(ahead[2], 0) + largest
-        kept = true <= top
-        parents, place = parents[kept], place[kept]
-        if len(parents) > most:
-            return None
-        if not len(parents):
-            return np.zeros(0), np.zeros((0, len(order)), dtype=np.intp)
-        partial = _Partial(bound[parents, place], sums[:, kept], largest[kept], place)
-        trail.append((row, parents, here[place]))
-    return true[kept], _options(trail, len(parents), len(order))
+    num = np.ones(size, dtype=np.intp)
+    for depth in range(ranked.order.shape[1]):
+        partial, parents = _grown(ranked, board, partial, depth, budgets + board.margin)
+        num = np.where(num > most, num, np.bincount(partial.unit, minlength=size))
+        kept = np.flatnonzero(num[partial.unit] <= most)
+        partial = _Partial(partial.unit[kept], partial.bound[kept], partial.sums[:, kept], partial.own[kept],
+                           partial.rank[kept])  # fmt: skip
+        trail.append((parents[kept], ranked.places[partial.unit, depth, partial.rank]))
+    slacks = board.slacks[partial.unit].T
+    costs = partial.sums[0] + np.maximum(partial.sums[1:] - slacks, 0).sum(axis=0) + partial.own
+    options = _options(trail, partial.unit, ranked.order)
+    ends = np.searchsorted(partial.unit, np.arange(size + 1))
+    return [
+        None if many > most else (costs[first:end], options[first:end])
+        for many, (first, end) in zip(num.tolist(), pairwise(ends.tolist()), strict=True)
+    ]
 
 
-def _options(trail: list[tuple[int, Ints, Ints]], count: int, operators: int) -> Ints:
-    found = np.zeros((count, operators), dtype=np.intp)
-    at = np.arange(count)
-    for row, parents, places in reversed(trail):
-        found[:, row] = places[at]
+def _grown(ranked: _Ranked, board: Board, partial: _Partial, depth: int, tops: Floats) -> tuple[_Partial, Ints]:
+    """Every partial combination with every option of one more operator, as far as the budget goes; and its parent."""
+    unit = partial.unit
+    steps = ranked.values[:, depth] - ranked.values[:, depth, :1]
+    bound = partial.bound[:, None] + steps[unit]
+    own = np.maximum(partial.own[:, None], ranked.own[unit, depth])
+    kept = bound + own <= tops[unit, None]
+    kept &= ~ranked.follows[unit, depth, None] | (np.arange(kept.shape[1]) >= partial.rank[:, None])
+    parents, rank = np.nonzero(kept)
+    unit = unit[parents]
+    sums = partial.sums[:, parents] + ranked.terms[:, unit, depth, rank]
+    own = own[parents, rank]
+    ahead = sums + ranked.rests[:, unit, depth + 1]
+    true = ahead[0] + np.maximum(ahead[1:] - board.slacks[unit].T, 0).sum(axis=0) + own
+    left = np.flatnonzero(true <= tops[unit])
+    parents, rank = parents[left], rank[left]
+    return _Partial(unit[left], bound[parents, rank], sums[:, left], own[left], rank), parents
+
+
+def _options(trail: list[tuple[Ints, Ints]], unit: Ints, order: Ints) -> Ints:
+    """Which options led to each combination, in the order of the operators."""
+    found = np.zeros((len(unit), order.shape[1]), dtype=np.intp)
+    rows = at = np.arange(len(unit))
+    for depth, (parents, places) in reversed(list(enumerate(trail))):
+        found[rows, order[unit, depth]] = places[at]
         at = parents[at]
     return found
 

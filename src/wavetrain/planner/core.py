@@ -32,9 +32,8 @@ Longs = npt.NDArray[np.int64]
 
 LARGEST = 2**61
 MOST = 50_000  # labels at a time; with more of them cases are faster
-FIRST, FURTHER = 16, 4  # the part of the slack that is gone through first, and how much more each time
-HANDFUL = 12  # choices that are gone through at once
-FINE = 2**40  # the slack in steps of the excess: rounded down, so that none is cut off
+FIRST = 16  # choices beside the cheapest ones that are gone through first; each time twice the slack more
+FINE = 2**60  # the slack in steps of the excess: rounded down, so that none is cut off
 NEAR = 6  # neighbours in order of memory that are compared where there are more than two numbers
 
 
@@ -55,9 +54,44 @@ class Core:
 
     groups: tuple[Group, ...]
     settled: tuple[tuple[int, Picks, int], ...]  # unit, picks, count
-    slack: int
+    slack: int  # in grains
     limits: Longs  # by number
     num_times: int  # of the numbers the first ones; the larger of them counts
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The choices within the slack of the best selection so far, made ready to go through some of them."""
+
+    groups: tuple[Group, ...]
+    settled: tuple[tuple[int, Picks, int], ...]
+    lower: int  # the time that the limits are for
+    total: int  # the bound at these prices
+    grain: int
+    limits: list[int]  # not divided by the scales yet
+    scales: list[int]
+    num_times: int
+
+    def near(self, lower: int, reach: int) -> Core:
+        """What no more than `reach` above the bound is made of, for a time below `lower`."""
+        top = reach // self.grain
+        times = [limit - (self.lower - lower) for limit in self.limits[: self.num_times]]
+        limits = [*times, *self.limits[self.num_times :]]
+        groups, settled = [], list(self.settled)
+        for group in self.groups:
+            size = int(np.searchsorted(group.excess, top, side="right"))
+            if size == 1:
+                settled.append((group.unit, group.picks[0], group.count))
+            else:
+                picks, excess, values = group.picks[:size], group.excess[:size], group.values[:, :size]
+                groups.append(Group(group.unit, group.count, picks, excess, values))
+        tops = [max(-LARGEST, min(LARGEST, each // scale)) for each, scale in zip(limits, self.scales, strict=True)]
+        return Core(tuple(groups), tuple(settled), top, np.array(tops), self.num_times)
+
+    def first_reach(self) -> int:
+        """How far above the bound a handful of choices is."""
+        excess = np.sort(np.concatenate([[0], *(group.excess[1:] for group in self.groups)]))
+        return int(excess[min(FIRST, len(excess) - 1)] + 1) * self.grain
 
 
 @dataclass(frozen=True)
@@ -77,15 +111,17 @@ class _Labels:
     used: Longs  # copies of the current group that are not of its first choice
 
 
-def core_of(problem: Problem, choices: Choices, by: Multipliers, lower: int, slack: int) -> Core | None:
-    """The choices within the slack; None where the numbers are too large for 64 bits."""
+def pool_of(problem: Problem, choices: Choices, by: Multipliers, lower: int) -> Pool | None:
+    """The choices that a selection below `lower` may make; None where the numbers are too large for 64 bits."""
     weighed = weigh(problem, choices, (), by)
+    slack = allowed(by, lower) - weighed.total
     raw = [_raw_group(problem, weighed, index, choices, slack, by) for index in range(len(weighed.parts))]
     limits = limits_of_core(problem, by, lower)
     for part, (*_, values) in zip(weighed.parts, raw, strict=True):
         limits = [limit - part.count * value for limit, value in zip(limits, values[0], strict=True)]
     relative = [[[a - b for a, b in zip(row, values[0], strict=True)] for row in values] for _, _, values in raw]
-    scales = _scales(relative, limits, num_times=len(limits) - len(by.memory))
+    num_times = len(limits) - len(by.memory)
+    scales = _scales(relative, limits, num_times)
     if any(_reach(weighed.parts, relative, index) >= LARGEST * scale for index, scale in enumerate(scales)):
         return None
     grain = max(1, slack // FINE)
@@ -97,9 +133,8 @@ def core_of(problem: Problem, choices: Choices, by: Multipliers, lower: int, sla
         table = np.array([[value // scale for value, scale in zip(row, scales, strict=True)] for row in rows]).T
         groups.append(Group(part.unit, part.count, picks, np.array([each // grain for each in excess]), table))
     # Many copies first: what they add is often the same in several memories. Then those with little to choose between.
-    groups.sort(key=lambda group: (group.count == 1, -int(group.excess[1:].min()), group.unit))
-    tops = [max(-LARGEST, min(LARGEST, limit // scale)) for limit, scale in zip(limits, scales, strict=True)]
-    return Core(tuple(groups), tuple(settled), slack // grain, np.array(tops), len(limits) - len(by.memory))
+    groups.sort(key=lambda group: (group.count == 1, -int(group.excess[1]), group.unit))
+    return Pool(tuple(groups), tuple(settled), lower, weighed.total, grain, limits, scales, num_times)
 
 
 def _scales(relative: list[list[list[int]]], limits: list[int], num_times: int) -> list[int]:
@@ -250,27 +285,27 @@ def settle(search: Search, by: Multipliers, choices: Choices) -> Multipliers | N
     First among the selections that are nearest to the bound: where one of them is the best, all others are never
     looked at. Memory of copies that have no price is left out until it matters, and so is the shorter of both times.
     """
-    problem = search.problem
-    total = weigh(problem, choices, (), by).total
-    gone_through, reach = -1, 0
-    first = FIRST if sum(map(len, choices)) > HANDFUL else 1
+    pool, gone_through, reach = None, -1, 0
     while search.best_time is not None and not search.late:
-        slack = allowed(by, search.best_time) - total
+        if pool is None:
+            pool = pool_of(search.problem, choices, by, search.best_time)
+            if pool is None:
+                return None
+            reach = max(reach, pool.first_reach())
+        slack = allowed(by, search.best_time) - pool.total
         if slack <= gone_through:
             return by
-        reach = min(slack, max(reach, slack // first))
-        core = core_of(problem, choices, by, search.best_time, reach)
-        done, found = (False, None) if core is None else best_of(core, MOST)
+        reach = min(slack, reach)
+        done, found = best_of(pool.near(search.best_time, reach), MOST)
         if not done:
             return None
         if found is None or _holds(search, by, found):
-            gone_through, reach = reach, FURTHER * reach + 1
+            gone_through, reach = reach, 2 * reach + 1
         else:
             fuller = _with_more(search, by, found)
             if fuller is None:
                 return None
-            by, gone_through = fuller, -1
-            total = weigh(problem, choices, (), by).total
+            by, gone_through, pool = fuller, -1, None
     return None
 
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from wavetrain.planner.price import Kind, Loads, Weights, cheapest, cost_of, kinds_of, prepare, undominated, within
+from wavetrain.planner.price import Kind, Loads, Weights, cheapest, cost_of, kinds_of, undominated, within
 from wavetrain.planner.problem import (
     MILLION,
     Load,
@@ -160,19 +160,17 @@ def list_choices(kinds: list[Kind], problem: Problem, by: Multipliers, lower: in
     if slack < 0:
         return None
     choices: Choices = [{} for _ in problem.units]
-    for (index, weights), least in leasts.items():
-        choices[index] |= within(kinds[index], weights, least + slack)
+    near = within([(kinds[index], weights, least + slack) for (index, weights), least in leasts.items()])
+    for (index, _), loads in zip(leasts, near, strict=True):
+        choices[index] |= loads
     return [undominated(loads) for loads in choices]
 
 
 def leasts_of(kinds: list[Kind], parts: list[Segment]) -> dict[tuple[int, Weights], int]:
     """The least price of a copy, for every unit and set of prices it has."""
-    prepare((kinds[part.unit], part.weights) for part in parts)
-    leasts: dict[tuple[int, Weights], int] = {}
-    for part in parts:
-        if (part.unit, part.weights) not in leasts:
-            leasts[part.unit, part.weights] = cheapest(kinds[part.unit], part.weights)[0]
-    return leasts
+    keys = list(dict.fromkeys((part.unit, part.weights) for part in parts))
+    found = cheapest([(kinds[unit], weights) for unit, weights in keys])
+    return {key: least for key, (least, _) in zip(keys, found, strict=True)}
 
 
 def allowed(by: Multipliers, lower: int | None) -> int:

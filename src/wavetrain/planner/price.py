@@ -9,9 +9,9 @@ third is never less than what has been chosen so far; a depth-first search prune
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from math import prod
 from operator import le
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from wavetrain.planner.combine import (
     Board,
     Floats,
+    Found,
     Grid,
     best_shares,
     board_of,
@@ -29,6 +30,7 @@ from wavetrain.planner.combine import (
     combinations,
     grid_of,
     improved,
+    joined,
     load_of_each,
     loads_at,
 )
@@ -48,7 +50,9 @@ from wavetrain.planner.problem import (
 GRID = 256  # shares of the bound are multiples of 1 / GRID: any are valid, finer ones prune little more
 HANDFUL = 12  # points that are compared faster one by one
 FEW = 200  # combinations that are listed at once rather than searched
+SOME = 2_000  # that are listed for many units at once
 MOST = 100_000  # that are listed at all; one after the other they need no room
+AT_ONCE = 500_000  # combinations that there is room for
 
 Loads = dict[Picks, Load]
 
@@ -172,41 +176,67 @@ def cost_of(load: Load, weights: Weights) -> int:
     return t * a + r * b + h * c + d * f + s * g + e * i + u * j
 
 
-def cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
-    """The least cost of the unit's choices, and the first choice found that has it."""
-    if weights not in kind.leasts:
-        kind.leasts[weights] = _cheapest(kind, weights)
-    return kind.leasts[weights]
+Wanted = Sequence[tuple[Kind, Weights]]
 
 
-def _cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
-    view = _view(kind, weights)
-    if view is None:
-        best = _cheapest_listed(kind, weights)
-        found = _search_all(kind, weights, best[0] - 1 if best else None) if kind.operators else []
-        return min([*found, best] if best else found)
-    best = _likely_cheapest(kind, view, weights)
-    if view.bound - view.margin > best[0] - 1:
-        return best
-    # Where they are many, half of the way first: far fewer combinations are within it, and mostly the best one.
-    for budget, most in ((best[0] - 1, FEW), ((view.bound + best[0]) / 2, MOST), (best[0] - 1, MOST)):
-        listed = combinations(view.grid, view.board, view.shares, budget, most)
-        if listed is not None and len(listed[0]):
-            costs, places = listed
-            near = places[costs <= costs.min() + 2 * view.margin]
-            return min([best, *_priced_at(kind, view.grid, weights, near)])
-        if listed is not None and budget == best[0] - 1:
-            return best
-    return min([best, *_search_all(kind, weights, best[0] - 1)])
+def cheapest(wanted: Wanted) -> list[tuple[int, Picks]]:
+    """For each kind at its prices the least cost of the unit's choices, and the first choice found that has it."""
+    missing = [(kind, weights) for kind, weights in wanted if weights not in kind.leasts]
+    _prepare(missing)
+    waiting = []
+    for kind, weights in missing:
+        view = kind.views.get(weights)
+        kind.leasts[weights] = _cheapest_exactly(kind, weights) if view is None else _likely(kind, view, weights)
+        if view is not None and view.bound - view.margin <= kind.leasts[weights][0] - 1:
+            waiting.append((kind, weights, view))
+    # Half of the way first: far fewer combinations are within it, and mostly the best one. Many of them one by one.
+    for share, most in ((0.5, SOME), (1.0, SOME), (0.5, MOST), (1.0, MOST)):
+        waiting = _cheaper(waiting, share, most)
+    for kind, weights, _ in waiting:
+        best = kind.leasts[weights]
+        kind.leasts[weights] = min([best, *_search_all(kind, weights, best[0] - 1)])
+    return [kind.leasts[weights] for kind, weights in wanted]
 
 
-def _view(kind: Kind, weights: Weights) -> View | None:
-    """The unit at these prices; None where its combinations are not looked at as numbers."""
-    prepare([(kind, weights)])
-    return kind.views.get(weights)
+def _cheaper(waiting: list[tuple[Kind, Weights, View]], share: float, most: int) -> list[tuple[Kind, Weights, View]]:
+    """Look for cheaper combinations up to this share of the way from the bound; who is left has to look further."""
+    items: list[tuple[View, float]] = []
+    for kind, weights, view in waiting:
+        least = kind.leasts[weights][0] - 1
+        items.append((view, least if share == 1 else view.bound + share * (least - view.bound)))
+    left = []
+    for item, (_, budget), found in zip(waiting, items, _combinations(items, most), strict=True):
+        kind, weights, view = item
+        least_cost = math.inf
+        if found is not None and len(found[0]):
+            costs, places = found
+            least_cost = float(costs.min())
+            near = places[costs <= least_cost + 2 * view.margin]
+            kind.leasts[weights] = min([kind.leasts[weights], *_priced_at(kind, view.grid, weights, near)])
+        # At the very edge of a budget, within the margin, one may be listed and a cheaper one not.
+        if found is None or (share < 1 and least_cost > budget):
+            left.append(item)
+    return left
 
 
-def prepare(wanted: Iterable[tuple[Kind, Weights]]) -> None:
+def _combinations(items: Sequence[tuple[View, float]], most: int) -> Iterator[Found]:
+    """The combinations of every view within its budget: of neighbours of one shape at once, unless they are many."""
+    size = AT_ONCE // most or 1
+    for _, alike in groupby(items, key=lambda item: item[0].grid.index.shape):
+        rest = list(alike)
+        for first in range(0, len(rest), size):
+            views, budgets = zip(*rest[first : first + size], strict=True)
+            board, shares = joined([view.board for view in views]), np.stack([view.shares for view in views])
+            yield from combinations([view.grid for view in views], board, shares, np.array(budgets, float), most)
+
+
+def _cheapest_exactly(kind: Kind, weights: Weights) -> tuple[int, Picks]:
+    best = _cheapest_listed(kind, weights)
+    found = _search_all(kind, weights, best[0] - 1 if best else None) if kind.operators else []
+    return min([*found, best] if best else found)
+
+
+def _prepare(wanted: Wanted) -> None:
     """Work out what kinds are at these prices, those of one shape at once: far faster than one by one."""
     shapes: dict[tuple[int, ...], list[tuple[Kind, Grid, Weights]]] = {}
     for kind, weights in wanted:
@@ -232,7 +262,7 @@ def _cheapest_listed(kind: Kind, weights: Weights) -> tuple[int, Picks] | None:
     return min(((cost_of(load, weights), picks) for picks, load in kind.listed.items()), default=None)
 
 
-def _likely_cheapest(kind: Kind, view: View, weights: Weights) -> tuple[int, Picks]:
+def _likely(kind: Kind, view: View, weights: Weights) -> tuple[int, Picks]:
     best = _cheapest_listed(kind, weights)
     return min(best, view.likely) if best else view.likely
 
@@ -250,28 +280,36 @@ def _search_all(kind: Kind, weights: Weights, budget: int | None) -> list[tuple[
     return found + _search(table, shares, budget, narrowing=True)
 
 
-def roughly_cheapest(kind: Kind, weights: Weights) -> tuple[int, Picks]:
-    """A choice that is likely cheap, without a search, and a cost that no choice is below."""
-    view = _view(kind, weights)
-    if view is None:
-        return cheapest(kind, weights)
-    cost, picks = _likely_cheapest(kind, view, weights)
-    return min(cost, math.floor(view.bound - view.margin)), picks
+def roughly_cheapest(wanted: Wanted) -> list[tuple[int, Picks]]:
+    """Choices that are likely cheap, without a search, and costs that no choice is below."""
+    _prepare(wanted)
+    found = []
+    for kind, weights in wanted:
+        view = kind.views.get(weights)
+        cost, picks = cheapest([(kind, weights)])[0] if view is None else _likely(kind, view, weights)
+        found.append((cost if view is None else min(cost, math.floor(view.bound - view.margin)), picks))
+    return found
 
 
-def within(kind: Kind, weights: Weights, budget: int) -> Loads:
-    """Every choice of the unit that costs no more than the budget, of those that are worth it."""
-    found = {picks: load for picks, load in kind.listed.items() if cost_of(load, weights) <= budget}
-    if not kind.operators:
-        return found
-    view = _view(kind, weights)
-    listed = None if view is None else combinations(view.grid, view.board, view.shares, budget, MOST)
-    if view is None or listed is None:
-        table = _table(kind, weights)
-        every = [picks for _, picks in _search(table, _best_shares(table)[0], budget, narrowing=False)]
-        return found | {picks: load_of(kind.problem, kind.unit, picks) for picks in every}
-    loads = loads_at(kind.problem, kind.unit, view.grid, listed[1])
-    return found | {picks: load for picks, load in loads if cost_of(load, weights) <= budget}
+def within(wanted: Sequence[tuple[Kind, Weights, int]]) -> list[Loads]:
+    """For each kind at its prices every choice that costs no more than its budget, of those that are worth it."""
+    _prepare([(kind, weights) for kind, weights, _ in wanted])
+    seen = [(kind.views[weights], budget) for kind, weights, budget in wanted if weights in kind.views]
+    combined = _combinations(seen, MOST)
+    found = []
+    for kind, weights, budget in wanted:
+        loads = {picks: load for picks, load in kind.listed.items() if cost_of(load, weights) <= budget}
+        view = kind.views.get(weights)
+        listed = None if view is None else next(combined)
+        if view is not None and listed is not None:
+            each = loads_at(kind.problem, kind.unit, view.grid, listed[1])
+            loads |= {picks: load for picks, load in each if cost_of(load, weights) <= budget}
+        elif kind.operators:
+            table = _table(kind, weights)
+            every = [picks for _, picks in _search(table, _best_shares(table)[0], budget, narrowing=False)]
+            loads |= {picks: load_of(kind.problem, kind.unit, picks) for picks in every}
+        found.append(loads)
+    return found
 
 
 def _table(kind: Kind, weights: Weights) -> Table:
