@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from wavetrain.commands.shared import AsJson, one_of, show, write, writing
 if TYPE_CHECKING:
     from wavetrain.plan import Plan
     from wavetrain.runtime.trainer import Job
+    from wavetrain.trace.timeline import Timeline
 
 MOST_LOCAL = 512
 MOST_STEPS = 1_000_000
@@ -45,10 +45,8 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.trainer import CARRIERS
 
-    job = replace(
-        job_of(wanted, steps=steps, seed=seed, learning_rate=learning_rate, emulate=emulate),
-        transport=one_of("--transport", transport, CARRIERS),
-    )
+    carrier = one_of("--transport", transport, CARRIERS)
+    job = job_of(wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier)
     limits = Limits(step_s=job.step_s if emulate else 0.0, floor_s=hang_floor)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:
@@ -62,8 +60,8 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     show(document, card(document), as_json)
 
 
-def job_of(plan: Plan, *, steps: int, seed: int, learning_rate: float, emulate: bool) -> Job:
-    """What the ranks need to know, predictions included."""
+def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
+    """What the ranks need to know, predictions included; `more` is what `Job` has beside them."""
     from wavetrain.plan.layout import Recompute
     from wavetrain.runtime.chunk import Durations
     from wavetrain.runtime.trainer import Job
@@ -76,11 +74,9 @@ def job_of(plan: Plan, *, steps: int, seed: int, learning_rate: float, emulate: 
     return Job(
         plan=plan,
         actions=add_communication(actions),
-        steps=steps,
-        seed=seed,
-        learning_rate=learning_rate,
         emulated=tuple(Durations(t.f, t.i, t.w) for t in times) if emulate else None,
         step_s=simulate(plan).step_s,
+        **more,
     )
 
 
@@ -120,15 +116,17 @@ def _run(job: Job, local: int | None, limits: Any, output: Path | None) -> dict[
 
 def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[str, Any]:
     """What happened, beside what was predicted; the files of the run where they are wanted."""
+    from wavetrain.base.codec import dumps
     from wavetrain.runtime.record import timeline_of
+    from wavetrain.sim.breakdown import idle_share
     from wavetrain.sim.predict import simulate
-    from wavetrain.trace.chrome import write_chrome
+    from wavetrain.sim.replay import replay
 
     measured = timeline_of(
         {rank: record.moments for rank, record in records.items()},
         static_bytes={rank: record.static_bytes for rank, record in records.items()},
     )
-    predicted = simulate(job.plan)
+    predicted, ideal = simulate(job.plan), replay(job.actions, measured)
     seconds = step_seconds([record.step_ends_s for record in records.values()]) or measured.duration_s
     tokens = job.actions.num_microbatches * job.plan.layout.microbatch * job.plan.seq_len
     busy = [measured.busy_s(rank, "compute") for rank in measured.ranks]
@@ -145,22 +143,32 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
         "bubble_fraction": 1 - sum(busy) / (len(busy) * measured.duration_s),
         "peak_bytes": [int(measured.peak(rank, "memory_bytes")) for rank in measured.ranks],
         "predicted": {"step_s": predicted.step_s, "bubble_fraction": predicted.bubble_fraction},
+        "replayed": {"step_s": ideal.makespan_s, "bubble_fraction": idle_share(ideal)},
         "files": [],
     }
     if output is not None:
-        from wavetrain.base.codec import dumps
-        from wavetrain.plan.read import write_plan
-        from wavetrain.schedule import write_text
-
-        write(output / "plan.json", write_plan(job.plan))
-        write(output / "actions.txt", write_text(job.actions))
-        write_chrome(measured, output / "measured.json")
-        write_chrome(predicted.timeline, output / "predicted.json")
-        document["files"] = [
-            str(output / name) for name in ("plan.json", "actions.txt", "measured.json", "predicted.json")
-        ]
+        expected = predicted.timeline if job.emulated else ideal.timeline
+        document["files"] = _write_files(output, job, measured, expected)
         write(output / "run.json", dumps(document))
     return document
+
+
+def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline) -> list[str]:
+    """The files of a run; `expected` is what was predicted or, of a real run, follows from its own action times."""
+    from wavetrain.plan.read import write_plan
+    from wavetrain.schedule import write_text
+    from wavetrain.trace.chrome import write_chrome
+    from wavetrain.trace.picture import svg
+
+    names = ("predicted" if job.emulated else "replayed", "measured")
+    write(output / "plan.json", write_plan(job.plan))
+    write(output / "actions.txt", write_text(job.actions))
+    for name, timeline in zip(names, (expected, measured), strict=True):
+        write_chrome(timeline, output / f"{name}.json")
+    title = f"{job.plan.model.name}, {job.plan.layout.schedule}: one step on {job.actions.num_ranks} ranks"
+    write(output / "timelines.svg", svg(expected, measured, names=names, title=title))
+    written = ("plan.json", "actions.txt", *(f"{name}.json" for name in names), "timelines.svg")
+    return [str(output / name) for name in written]
 
 
 def step_seconds(ends: list[list[float]]) -> float | None:

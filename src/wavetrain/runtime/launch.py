@@ -43,6 +43,7 @@ LOG = logging.getLogger(__name__)
 INTERRUPTED = 130
 ABORT = "abort"  # the store's key under which the report of a failed run is
 MOST_WATCHERS = 8  # ranks that read all others; each rank looks for the report only
+HASTE_S = 0.3  # the grace where a launcher has asked this rank to end
 VERDICT_S = 4.0  # for a report to come, beyond the grace
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STACK_SIGNAL = signal.SIGUSR1
@@ -387,8 +388,8 @@ class _Guard:
             self._end()
         wrong = (self._watches or asked_to_end) and trouble(self._board.read(), self._limits)
         self._reached_s = time.monotonic()
-        if wrong:
-            time.sleep(min(self._limits.grace_s, 0.3) if asked_to_end else self._limits.grace_s)
+        if wrong or asked_to_end:  # perhaps because a rank died that has not been seen yet
+            time.sleep(min(self._limits.grace_s, HASTE_S) if asked_to_end else self._limits.grace_s)
             statuses = self._board.read()
             if trouble(statuses, self._limits):
                 self._abort(diagnose(statuses, self._limits, self._actions))

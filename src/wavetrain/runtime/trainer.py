@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from wavetrain.plan.plan import Plan
 from wavetrain.runtime.board import kernel
 from wavetrain.runtime.chunk import Batch, Chunk, Computed, Durations, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
+from wavetrain.runtime.inject import Fault, injector
 from wavetrain.runtime.parts import Parts
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
 from wavetrain.runtime.samehost import open_same_host
@@ -46,6 +48,7 @@ class Job:
     emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
     step_s: float = 0.0  # as predicted
     transport: str = "auto"  # of CARRIERS
+    fault: Fault | None = None  # on purpose
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
 
 
@@ -98,7 +101,7 @@ class _Emulator:
         chunks: dict[int, Chunk] = {stage: Emulated(durations[stage], shape, dtype) for stage in local}
         boundary = Boundary(dict.fromkeys(range(job.actions.num_microbatches), shape), dtype)
         transport = carrier(job, world, boundary)
-        self._executor = Executor(world.rank, job.actions, chunks, transport, boundary, progress=world.progress)
+        self._executor = _executor(job, world, chunks, transport, boundary)
 
     def step(self, step: int) -> tuple[list[Moment], float | None]:  # noqa: ARG002
         return self._executor.step(Batch()), None
@@ -123,7 +126,7 @@ class _Learner:
         shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
         boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
         transport = carrier(job, world, boundary)
-        self._executor = Executor(world.rank, actions, self._chunks, transport, boundary, progress=world.progress)
+        self._executor = _executor(job, world, self._chunks, transport, boundary)
         self._parameters = own_parameters(self._stages)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=job.learning_rate, foreach=False)
 
@@ -174,6 +177,14 @@ def synthetic(job: Job, step: int) -> Batch:
             tokens[m] = sequence[:, :-1].masked_fill(hidden, 0)
             targets[m] = sequence[:, :-1].masked_fill(~hidden, IGNORED)
     return Batch(tokens, targets, sum(int((target != IGNORED).sum()) for target in targets.values()))
+
+
+def _executor(
+    job: Job, world: World, chunks: Mapping[int, Chunk], transport: Transport, boundary: Boundary
+) -> Executor:
+    before = injector(job.fault, world.rank) if job.fault else None
+    rank, actions = world.rank, job.actions
+    return Executor(rank, actions, chunks, transport, boundary, progress=world.progress, before=before)
 
 
 def carrier(job: Job, world: World, boundary: Boundary) -> Transport:

@@ -13,10 +13,19 @@ from wavetrain.show.tables import facts
 
 def card(document: dict[str, Any]) -> RenderableType:
     """A run in about ten lines."""
-    predicted, losses = document["predicted"], document["losses"]
+    predicted, replayed, losses = document["predicted"], document["replayed"], document["losses"]
     rows = [
         ("step", f"{format_seconds(document['step_s'])}   predicted {format_seconds(predicted['step_s'])}"),
-        ("bubble", f"{document['bubble_fraction']:.1%}   predicted {predicted['bubble_fraction']:.1%}"),
+        (
+            "pipeline",
+            f"{format_seconds(document['timeline_s'])}   ideal with the measured times of its actions "
+            f"{format_seconds(replayed['step_s'])}",
+        ),
+        (
+            "bubble",
+            f"{document['bubble_fraction']:.1%}   ideal {replayed['bubble_fraction']:.1%}"
+            f"   predicted {predicted['bubble_fraction']:.1%}",
+        ),
         ("tokens/s", format_count(document["tokens_per_s"])),
     ]
     if losses:
