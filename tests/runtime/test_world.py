@@ -1,5 +1,4 @@
 import ctypes
-import os
 import socket
 
 import pytest
@@ -9,8 +8,6 @@ from wavetrain.runtime.progress import Progress
 from wavetrain.runtime.world import (
     Place,
     World,
-    _name_servers,
-    _without_name_server,
     await_store,
     first_host,
     place_from_environment,
@@ -120,20 +117,6 @@ def test_a_store_that_does_not_come_is_told() -> None:
         place = Place(rank=3, size=4, local_rank=0, host="127.0.0.1", port=taken.getsockname()[1])
         with pytest.raises(RunError, match=r"rank 3: no store at 127.0.0.1:\d+ .*refused"):
             await_store(place, timeout_s=0.1)
-
-
-def test_no_name_server_is_asked_about_an_address() -> None:
-    servers = _name_servers()
-    if servers is None:
-        pytest.skip("not glibc on 64 bits")
-    before, stderr = servers.value, os.fstat(2)
-    with _without_name_server("127.0.0.1"):
-        assert _servers_now(servers) == 0
-    with _without_name_server("::1"):
-        assert _servers_now(servers) == 0
-    with _without_name_server("node1"):
-        assert _servers_now(servers) == before
-    assert (_servers_now(servers), os.fstat(2).st_ino) == (before, stderr.st_ino)
 
 
 def _servers_now(servers: ctypes.c_int) -> int:

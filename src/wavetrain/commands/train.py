@@ -42,6 +42,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     _refuse_numbers(local=local, steps=steps, seed=seed, hang_floor=hang_floor, learning_rate=learning_rate)
     wanted = read_plan(plan)
     _refuse_layout(wanted, emulate=emulate)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; its warnings are not for users
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.trainer import CARRIERS
 
@@ -118,9 +119,8 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
     """What happened, beside what was predicted; the files of the run where they are wanted."""
     from wavetrain.base.codec import dumps
     from wavetrain.runtime.record import timeline_of
-    from wavetrain.sim.breakdown import idle_share
     from wavetrain.sim.predict import simulate
-    from wavetrain.sim.replay import replay
+    from wavetrain.sim.replay import idle_share, replay
 
     measured = timeline_of(
         {rank: record.moments for rank, record in records.items()},
@@ -129,7 +129,6 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
     predicted, ideal = simulate(job.plan), replay(job.actions, measured)
     seconds = step_seconds([record.step_ends_s for record in records.values()]) or measured.duration_s
     tokens = job.actions.num_microbatches * job.plan.layout.microbatch * job.plan.seq_len
-    busy = [measured.busy_s(rank, "compute") for rank in measured.ranks]
     losses = max((record.losses for record in records.values()), key=len)
     document = {
         "schema": "wavetrain.train/1",
@@ -140,14 +139,14 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
         "timeline_s": measured.duration_s,
         "tokens_per_s": tokens / seconds,
         "losses": losses,
-        "bubble_fraction": 1 - sum(busy) / (len(busy) * measured.duration_s),
+        "bubble_fraction": idle_share(measured),
         "peak_bytes": [int(measured.peak(rank, "memory_bytes")) for rank in measured.ranks],
         "predicted": {"step_s": predicted.step_s, "bubble_fraction": predicted.bubble_fraction},
-        "replayed": {"step_s": ideal.makespan_s, "bubble_fraction": idle_share(ideal)},
+        "replayed": {"step_s": ideal.duration_s, "bubble_fraction": idle_share(ideal)},
         "files": [],
     }
     if output is not None:
-        expected = predicted.timeline if job.emulated else ideal.timeline
+        expected = predicted.timeline if job.emulated else ideal
         document["files"] = _write_files(output, job, measured, expected)
         write(output / "run.json", dumps(document))
     return document

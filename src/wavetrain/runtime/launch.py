@@ -245,6 +245,8 @@ def _become_rank(parent: int, stack: int) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     torch.set_num_threads(1)
+    # torch asks what the store's address is called, for its log only; where nobody answers, once and for a second
+    os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 
 
 def _run_forked(work: Work, place: Place, prepare: Prepare | None, progress: Progress, given: int) -> NoReturn:

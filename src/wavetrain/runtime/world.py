@@ -5,11 +5,9 @@ Nothing here is global: a `World` is made where a process starts and is passed d
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,8 +43,6 @@ PATIENCE_S = 60.0  # for a connection to the store, and for all ranks to meet
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM: Final = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-_NSCOUNT = 16  # <resolv.h>: struct __res_state { int retrans, retry; unsigned long options; int nscount; ... }
-_MOST_SERVERS = 3  # MAXNS there
 _FIRST_PORT, _PORTS = 16384, 16384  # below Linux's range of ports for outgoing connections
 
 
@@ -107,8 +103,7 @@ def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S)
     A restart that read an earlier attempt's keys would look for peers that are gone (4 of 8 restarts failed so).
     """
     limit = timedelta(seconds=timeout_s)
-    with _without_name_server(place.host):
-        store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
+    store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
     return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
 
 
@@ -129,45 +124,8 @@ def await_store(place: Place, *, timeout_s: float = PATIENCE_S) -> None:
 def serve(place: Place, listener: socket.socket) -> Store:
     """Run the store at a socket that listens already; connections made before are answered from now on."""
     number = os.dup(listener.fileno())  # the store closes it
-    with _without_name_server(place.host):
-        store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+    store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=number)
     return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
-
-
-@contextmanager
-def _without_name_server(host: str) -> Iterator[None]:
-    """Connect to a numeric address without asking the name server what it is called.
-
-    torch asks, only for its log: 5 s or more per connection where no server answers, or where 64 ranks ask at once
-    (measured: 64 ranks start in 1 s instead of 6 to 10). It then warns that there was no answer, which is kept quiet.
-    """
-    servers = _name_servers()
-    if servers is None or not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", host):
-        yield
-        return
-    before, servers.value = servers.value, 0
-    sys.stderr.flush()
-    spoken, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        servers.value = before
-        os.dup2(spoken, 2)
-        os.close(spoken)
-        os.close(nowhere)
-
-
-def _name_servers() -> ctypes.c_int | None:
-    """How many name servers this thread may ask, to be changed in place; None where glibc is not as we know it."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "__res_state") or ctypes.sizeof(ctypes.c_long) != 8:
-        return None
-    resolver = libc["__res_state"]
-    resolver.restype = ctypes.c_void_p
-    libc["__res_init"]()
-    servers = ctypes.c_int.from_address(resolver() + _NSCOUNT)
-    return servers if 0 <= servers.value <= _MOST_SERVERS else None
 
 
 @contextmanager

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from statistics import median
-
-from wavetrain.schedule.action import Action, Actions, Kind
-from wavetrain.sim import engine
-from wavetrain.sim.engine import Result, StageTimes
-from wavetrain.trace.timeline import Timeline
+from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
+from wavetrain.schedule.evaluate import needed
+from wavetrain.trace.timeline import Event, Timeline
 
 
-def replay(actions: Actions, measured: Timeline) -> Result:
-    """Simulate the order without any transfer, each stage's actions at the median of what they took."""
-    seconds: dict[tuple[int, Kind], list[float]] = {}
-    for event in measured.events:
-        if event.lane == "compute":
-            stage, kind, _ = Action.parse(event.name)
-            seconds.setdefault((stage, kind), []).append(event.duration_s)
-    times = [_times(seconds, stage) for stage in range(actions.placement.num_stages)]
-    return engine.run(engine.compile(actions), times)
+def replay(actions: Actions, measured: Timeline) -> Timeline:
+    """Every compute action as long as it was, as soon as its rank is free and what it needs is there: no transfer."""
+    took = {event.name: event.duration_s for event in measured.events if event.lane == "compute"}
+    placement = actions.placement
+    rows = [[a for a in row if a.kind in COMPUTE or a.kind is Kind.RECOMPUTE] for row in actions.ranks]
+    done: dict[Action, float] = {}  # a backward stands under I, whole or not
+    at, clock, events = [0] * len(rows), [0.0] * len(rows), []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                needs = needed(placement, action) if action.kind in COMPUTE else ()
+                if any(need not in done for need in needs):
+                    break
+                start = max([clock[rank], *(done[need] for need in needs)])
+                clock[rank] = start + took[str(action)]
+                done[action._replace(kind=Kind.I) if action.kind is Kind.B else action] = clock[rank]
+                events.append(Event(start, clock[rank], rank, "compute", str(action)))
+                at[rank] += 1
+                moved = True
+    assert len(events) == sum(map(len, rows)), "an order that was run can be run"
+    return Timeline(tuple(events))
 
 
-def _times(seconds: dict[tuple[int, Kind], list[float]], stage: int) -> StageTimes:
-    def of(kind: Kind) -> float:
-        return _median(seconds.get((stage, kind), ()))
-
-    half = of(Kind.B) / 2  # a whole backward takes the sum of its parts
-    return StageTimes(f=of(Kind.F), i=of(Kind.I) or half, w=of(Kind.W) or half, recompute=of(Kind.RECOMPUTE))
-
-
-def _median(values: Iterable[float]) -> float:
-    found = list(values)
-    return median(found) if found else 0.0
+def idle_share(timeline: Timeline) -> float:
+    """Of all ranks' time, the share in which nothing is computed."""
+    if not timeline.duration_s:
+        return 0.0
+    busy = sum(timeline.busy_s(rank, "compute") for rank in timeline.ranks)
+    return 1 - busy / (len(timeline.ranks) * timeline.duration_s)
