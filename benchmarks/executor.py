@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ORDERS))
     given = parser.parse_args()
     print(
-        "ranks  microbatches  chunk  message  order         ideal     ours (min)     over gloo (min)  torch (min)    excess/torch's, gloo"
+        "ranks  microbatches  chunk  message  order         ideal     ours           over gloo      torch        (min)"
     )
     for ms in map(float, given.chunk_ms.split(",")):
         for kilobytes in map(int, given.kilobytes.split(",")):

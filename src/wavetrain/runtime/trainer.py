@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
 from torch import Tensor
 
 from wavetrain.model.model import Model
