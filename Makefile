@@ -34,6 +34,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/choose.py
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/executor.py
+	$(BIN)/python benchmarks/waves.py
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
@@ -41,6 +43,7 @@ accuracy: $(READY)
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py
+	WAVETRAIN_SOAK=1 $(BIN)/python -m pytest tests/runtime/test_executor.py tests/runtime/test_faults.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

@@ -14,10 +14,11 @@ from plans import model_of, with_device
 from wavetrain.cluster import load_cluster
 from wavetrain.plan.check import check
 from wavetrain.plan.layout import Layout
-from wavetrain.planner.certificate import certificate, verify
+from wavetrain.planner.certificate import certificate
 from wavetrain.planner.choose import choose
 from wavetrain.planner.mixed import instance, plan_of
 from wavetrain.planner.problem import Run, bundle, peak, time
+from wavetrain.planner.prove import prove
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import _State, end_groups, search
 from wavetrain.planner.space import degrees
@@ -105,7 +106,7 @@ def test_a_mixture_is_faster_than_any_uniform_choice_and_fits(mixed):
 
 def test_its_certificate_is_proven(mixed):
     best, _ = mixed
-    assert verify(best.best, certificate(best)) == []
+    assert prove(best.best, certificate(best)).is_proven
 
 
 def test_splitting_makes_a_plan_feasible_that_is_not_without():

@@ -1,5 +1,6 @@
 """The executor against one process, bit for bit; memory by the schedule's count; order as planned; mutants caught."""
 
+import os
 import random
 import weakref
 from dataclasses import replace
@@ -80,7 +81,7 @@ def drawn(number):
     return family, kind, actions, flags
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(2000 if "WAVETRAIN_SOAK" in os.environ else 60))
 def test_draws_equal_one_process(number):
     family, _, actions, flags = drawn(number)
     verify(actions)

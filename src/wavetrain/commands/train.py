@@ -48,7 +48,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
     carrier = one_of("--transport", transport, CARRIERS)
     job = job_of(wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier)
-    limits = Limits(step_s=job.step_s if emulate else 0.0, floor_s=hang_floor)
+    limits = Limits(step_s=job.step_s, floor_s=hang_floor)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:
         with writing(output):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from wavetrain.plan.plan import Plan
-from wavetrain.planner.certificate import Json, _reasons, question_of
+from wavetrain.planner.certificate import Json, question_of, reasons_against
 from wavetrain.planner.search import TIE, search
 
 OPEN_LIMIT_S = 60.0  # for a certificate that was itself not finished
@@ -32,7 +32,7 @@ def prove(plan: Plan, made: Json, *, time_limit_s: float | None = None) -> Proof
     Without a limit a certificate of gap 0 gets all the time it needs, another one a minute.
     """
     try:
-        found = (*_reasons(plan, made), *_bound_reasons(made))
+        found = (*reasons_against(plan, made), *_bound_reasons(made))
         if found:
             return Proof(found)
         limit = OPEN_LIMIT_S if time_limit_s is None and made["gap"] != 0 else time_limit_s

@@ -160,7 +160,7 @@ class Answer:
     @property
     def certificate(self) -> dict[str, Any]:
         """What proves the best plan (`planner.certificate`)."""
-        from wavetrain.planner.certificate import certificate  # noqa: PLC0415 - it proves by searching
+        from wavetrain.planner.certificate import certificate  # noqa: PLC0415 - it is made of answers
 
         return certificate(self)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from wavetrain.runtime.transport import CARRIED, Message
 from wavetrain.runtime.world import Store
 
-MOST_BOX_BYTES = 256 * 2**20
+MOST_SLOTS, MOST_BOX_BYTES = 16, 64 * 2**20
 LINE = struct.Struct("<iiiiiiq")  # sender, kind, stage, microbatch, tensor, slot, bytes; whole below a pipe's 4 KiB
 HEADER = 64  # bytes of a box before its slots
 RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
@@ -51,6 +51,7 @@ class Box:
         finally:
             os.close(file)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
+        whole.zero_()  # both ends touch every page now, not when the first message is waited for
         slots = tuple(whole[HEADER + at * slot_bytes :][:slot_bytes] for at in range(num_slots))
         return Box(memoryview(memory)[:8].cast("q"), slots, {})
 
@@ -137,7 +138,7 @@ def open_same_host(
 ) -> SameHost:
     """Open the boxes of all directed links for messages of at most so many bytes; all ranks call this together."""
     links = sorted(set(links))
-    num_slots = max(2, min(64, MOST_BOX_BYTES // most_bytes))
+    num_slots = max(2, min(MOST_SLOTS, MOST_BOX_BYTES // most_bytes))
     slot_bytes = -(-most_bytes // HEADER) * HEADER
     if rank == 0:
         store.set("same-host", tempfile.mkdtemp(prefix="wavetrain-", dir=_memory_folder()))
