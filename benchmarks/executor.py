@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from wavetrain.runtime.chunk import Batch, Computed, wait_until
+from wavetrain.runtime.chunk import Batch, SPIN_S, Computed, sharpen_timer, wait_until
 from wavetrain.runtime.executor import Boundary, Executor
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.samehost import open_same_host
@@ -44,55 +44,58 @@ ORDERS = {
     "split wave-1": ("wave-zb", {"waves": 1}),
     "split wave-2": ("wave-zb", {"waves": 2}),
 }
+WARM_S = 500e-6
+NOTHING, GRADIENT = torch.zeros(8, requires_grad=True), torch.zeros(8)
 waited_s = 0.0  # by this process
 
 
 def take(seconds: float) -> None:
+    """Wait, and end with autograd at work, as on the host of a busy accelerator.
+
+    A core that has slept runs the first autograd call about ten times as slow as a busy one (320 instead of 40 us here),
+    which would be most of what is measured, and has nothing to do with who calls it.
+    """
+    if not seconds:
+        return
     global waited_s  # noqa: PLW0603 - autograd calls this; a process has one clock
-    wait_until(time.monotonic() + seconds)
+    end = time.monotonic() + seconds
+    wait_until(end - WARM_S)
+    with torch.enable_grad():
+        while time.monotonic() < end - SPIN_S:
+            torch.autograd.backward(Work.apply(NOTHING, Weight.apply(NOTHING, 0.0), 0.0, 0.0), GRADIENT)
+    wait_until(end)
     waited_s += seconds
 
 
-class Chain(torch.autograd.Function):
-    """What a stage does to its input: F forward, I backward."""
+class Work(torch.autograd.Function):
+    """What a stage does: F forward, I backward. Whatever else there is to do is done before a wait, not after it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, f_s: float, i_s: float) -> Tensor:
-        ctx.i_s = i_s
+    def forward(ctx: Any, x: Tensor, weight: Tensor, f_s: float, i_s: float) -> Tensor:
+        ctx.weight, ctx.i_s, result = weight, i_s, torch.empty_like(x)
         take(f_s)
-        return torch.empty_like(x)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        take(ctx.i_s)
-        return torch.empty_like(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        result, i_s, ctx.i_s = torch.empty_like(gradient), ctx.i_s, 0.0  # a weight's branch passes here once more
+        take(i_s)
+        return result, ctx.weight, None, None
 
 
 class Weight(torch.autograd.Function):
-    """What a stage does for its weight: nothing forward, W backward."""
+    """What a stage does for the gradient of its weight: W, in the backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, w_s: float) -> Tensor:
         ctx.w_s = w_s
-        return torch.empty_like(weight)
+        return weight.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        result = torch.empty_like(gradient)
         take(ctx.w_s)
-        return torch.empty_like(gradient), None
-
-
-class Join(torch.autograd.Function):
-    """Where the two meet; costs nothing. A backward runs the chain first, as a whole backward of real layers would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, ctx.weight
+        return result, None
 
 
 class Loss(torch.autograd.Function):
@@ -117,11 +120,11 @@ class Slow(nn.Module):
         self.entry = nn.Parameter(torch.zeros(())) if self.is_first else None
 
     def enter(self, tokens: Tensor) -> Tensor:
-        return Join.apply(self.entry.expand_as(tokens), tokens)
+        return Work.apply(self.entry.expand_as(tokens), tokens, 0.0, 0.0)
 
     def run(self, x: Tensor) -> Tensor:
         f_s, i_s, w_s = self.seconds
-        return Join.apply(Chain.apply(x, f_s, i_s), Weight.apply(self.weight, w_s))
+        return Work.apply(x, Weight.apply(self.weight, w_s), f_s, i_s)
 
     def leave(self, x: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
         return Loss.apply(x)
@@ -223,6 +226,7 @@ def timed(step: Step) -> float:
 
 def measure(setting: Setting, world: World) -> dict[str, list[float]]:
     torch.set_num_threads(1)
+    sharpen_timer()
     warnings.simplefilter("ignore")
     actions = setting.actions
     placement, t = actions.placement, setting.chunk_s

@@ -6,20 +6,22 @@ so a microbatch adds the sum over its own, divided by the number of all.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from wavetrain.runtime.backward import Deferred, backward_input
 from wavetrain.runtime.stages import Stage
 
-SPIN_S = 50e-6  # the end of a wait is spun: a sleep ends late by about this much
+SPIN_S = 200e-6  # the end of a wait is spun: a sleep ends late by up to this much
+_PR_SET_TIMERSLACK = 29  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,13 @@ class Computed:
         if not self._training:
             with torch.no_grad():
                 return self._compute(microbatch, Saved(x))
-        if x is not None:
+        if x is not None and not x.requires_grad:
             x.requires_grad_()
         saved = self._saved[microbatch] = Saved(x)
-        with torch.set_grad_enabled(not self._recomputed):
+        if not self._recomputed:
             return self._weighed(microbatch, saved).detach()
+        with torch.no_grad():
+            return self._weighed(microbatch, saved)
 
     def recompute(self, microbatch: int) -> None:
         self._weighed(microbatch, self._saved[microbatch])
@@ -123,7 +127,7 @@ class Computed:
         if stage.is_first:
             hidden = stage.enter(self._batch.tokens[microbatch])
             if self._split and hidden.requires_grad:
-                saved.entered = get_gradient_edge(hidden)
+                saved.entered = _edge(hidden)
                 hidden = saved.source = hidden.detach().requires_grad_()
         assert hidden is not None, "only the first stage has no input"
         result = stage.run(hidden)
@@ -134,7 +138,7 @@ class Computed:
         elif result is hidden:  # a stage without blocks
             result = hidden.view_as(hidden)
         if result.requires_grad:
-            saved.output = get_gradient_edge(result)
+            saved.output = _edge(result)
         return result
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -182,6 +186,12 @@ def weighing(*, without: Iterable[Tensor]) -> Iterator[dict[int, int]]:
         yield kept
 
 
+def _edge(made: Tensor) -> GradientEdge:
+    """Where a backward begins; torch's own function for it also serves leaves, and takes many times as long."""
+    assert made.grad_fn is not None
+    return GradientEdge(made.grad_fn, made.output_nr)
+
+
 def _known(output: GradientEdge | None) -> GradientEdge:
     assert output is not None, "a backward comes after a forward with a graph"
     return output
@@ -202,6 +212,7 @@ class Emulated:
     def __init__(self, durations: Durations, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         self._seconds, self._shape, self._dtype = durations, shape, dtype
         self._saved: set[int] = set()
+        sharpen_timer()
         self.waited_s = 0.0  # in all, for checking that what was planned was done
 
     @property
@@ -239,6 +250,12 @@ class Emulated:
     def _take(self, seconds: float) -> None:
         wait_until(time.monotonic() + seconds)
         self.waited_s += seconds
+
+
+def sharpen_timer() -> None:
+    """Let this thread's sleeps end when they should: the kernel rounds up by 50 us unless told not to."""
+    with suppress(OSError, AttributeError):  # another system has no such rounding, or no such call
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def wait_until(moment_s: float) -> None:

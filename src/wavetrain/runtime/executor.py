@@ -105,10 +105,15 @@ class Executor:
         self._post(AHEAD)
         with uncollected():  # a collection of cycles in one rank would be waited for by all
             for position, line in enumerate(self._program):
-                progress.computing(position, line.name)
                 if self._before is not None:
+                    progress.computing(position, line.name)
                     self._before(progress.step, line.action)
-                line.run(line)
+                if line.action.kind in SENDS:  # the receiver waits for the message, not for what is said of it
+                    line.run(line)
+                    progress.computing(position, line.name)
+                else:
+                    progress.computing(position, line.name)
+                    line.run(line)
             self._transport.finish()
             self._record()
         progress.step += 1

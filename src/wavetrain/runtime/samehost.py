@@ -13,6 +13,7 @@ import os
 import select
 import struct
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ MOST_SLOTS, MOST_BOX_BYTES = 16, 64 * 2**20
 LINE = struct.Struct("<iiiiiiq")  # sender, kind, stage, microbatch, tensor, slot, bytes; whole below a pipe's 4 KiB
 HEADER = 64  # bytes of a box before its slots
 RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
-LOOK = 2**16  # bytes of a pipe read at once
+LOOK = 2048 * LINE.size  # bytes of a pipe read at once
+WATCH_S = 300e-6  # before and after a message is expected
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,14 @@ class Box:
 class SameHost:
     """Through the boxes and pipes that `open_same_host` has opened."""
 
-    def __init__(self, rank: int, inbox: dict[int, Box], outbox: dict[int, Box], pipes: dict[int, int]) -> None:
+    def __init__(
+        self, rank: int, inbox: dict[int, Box], outbox: dict[int, Box], pipes: dict[int, int], *, crowded: bool
+    ) -> None:
         self._rank, self._inbox, self._outbox, self._pipes = rank, inbox, outbox, pipes
         self._sent = dict.fromkeys(outbox, 0)
+        self._watch_s = WATCH_S if crowded else float("inf")
         self._waiting: dict[int, deque[tuple[Message, Tensor]]] = {to: deque() for to in outbox}
+        self._waited_s: dict[Message, float] = {}  # in the step before
         self._posted: dict[Message, Tensor] = {}
         self._early: dict[Message, deque[Tensor]] = {}  # come before they were posted, as bytes
         self._arrived: dict[Message, deque[Tensor]] = {}
@@ -84,9 +90,28 @@ class SameHost:
             self._posted[message] = buffer
 
     def wait(self, message: Message) -> Tensor:
-        while not self._arrived.get(message):
-            self._look(RETRY_S if self._flush() else None)
+        self._look(0.0)
+        if not self._arrived.get(message):
+            begun = time.monotonic()
+            self._await(message, begun)
+            self._waited_s[message] = time.monotonic() - begun
         return self._arrived[message].popleft()
+
+    def _await(self, message: Message, begun: float) -> None:
+        """Steps are alike: sleep until shortly before the message came the last time, then watch for it.
+
+        A sleeper is woken late, and finds its core cold; one that watched all the time would take the core from others,
+        so that is done only where every rank has a core.
+        """
+        expected = begun + self._waited_s.get(message, 0.0)
+        while not self._arrived.get(message):
+            held, now = self._flush(), time.monotonic()
+            if now < expected - self._watch_s:
+                self._look(min(expected - self._watch_s - now, RETRY_S if held else 1.0))
+            elif now < expected + self._watch_s:
+                self._look(0.0)
+            else:
+                self._look(RETRY_S if held else None)
 
     def send(self, message: Message, target: int, tensor: Tensor) -> None:
         if self._waiting[target] or not self._put(message, target, tensor):
@@ -119,9 +144,12 @@ class SameHost:
     def _look(self, timeout_s: float | None) -> None:
         """Take in what has come; wait for something for so long, or for as long as it takes."""
         pipe = self._pipes[self._rank]
-        if timeout_s is not None and not select.select([pipe], [], [], timeout_s)[0]:
+        if timeout_s != 0.0 and not select.select([pipe], [], [], timeout_s)[0]:
             return
-        lines = os.read(pipe, LOOK // LINE.size * LINE.size)
+        try:
+            lines = os.read(pipe, LOOK)
+        except BlockingIOError:  # nothing there
+            return
         for sender, kind, stage, microbatch, index, slot, num_bytes in LINE.iter_unpack(lines):
             message, box = Message(CARRIED[kind], stage, microbatch, index), self._inbox[sender]
             buffer = self._posted.pop(message, None)
@@ -151,13 +179,14 @@ def open_same_host(
         if rank in (sender, receiver):
             box = Box.open(folder / f"box-{sender}-{receiver}", slot_bytes=slot_bytes, num_slots=num_slots)
             (outbox if rank == sender else inbox)[receiver if rank == sender else sender] = box
-    pipes = {peer: os.open(folder / f"pipe-{peer}", os.O_RDWR) for peer in {rank, *outbox}}
+    pipes = {peer: os.open(folder / f"pipe-{peer}", os.O_RDWR) for peer in outbox}
+    pipes[rank] = os.open(folder / f"pipe-{rank}", os.O_RDWR | os.O_NONBLOCK)
     _meet(store, size, "same-host-open")
     if rank == 0:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    return SameHost(rank, inbox, outbox, pipes)
+    return SameHost(rank, inbox, outbox, pipes, crowded=size > len(os.sched_getaffinity(0)))
 
 
 def _memory_folder() -> str | None:
