@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from wavetrain.runtime.chunk import Batch, SPIN_S, Computed, sharpen_timer, wait_until
+from wavetrain.runtime.chunk import SPIN_S, Batch, Computed, sharpen_timer, wait_until
 from wavetrain.runtime.executor import Boundary, Executor
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.samehost import open_same_host
@@ -52,7 +52,7 @@ waited_s = 0.0  # by this process
 def take(seconds: float) -> None:
     """Wait, and end with autograd at work, as on the host of a busy accelerator.
 
-    A core that has slept runs the first autograd call about ten times as slow as a busy one (320 instead of 40 us here),
+    A core that has slept runs the first autograd call ten times as slow as a busy one (320 instead of 40 us here),
     which would be most of what is measured, and has nothing to do with who calls it.
     """
     if not seconds:

@@ -189,7 +189,7 @@ def stale_activation(executor):
 
     def stale(message):
         arrived = wait(message)
-        return first.setdefault(message.kind, arrived).detach().clone() if message.kind is Kind.RECV_F else arrived
+        return first.setdefault(message.kind, arrived).detach().clone() if message.kind == Kind.RECV_F else arrived
 
     executor._transport.wait = stale
 

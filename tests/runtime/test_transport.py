@@ -9,6 +9,9 @@ from wavetrain.base.errors import RunError
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.samehost import open_same_host
 from wavetrain.runtime.transport import (
+    BACKWARD,
+    CARRIED,
+    FORWARD,
     Grouped,
     Mailbox,
     Message,
@@ -19,7 +22,6 @@ from wavetrain.runtime.transport import (
     tagged,
 )
 from wavetrain.runtime.world import gloo_group
-from wavetrain.schedule import Kind
 
 PIPELINES = [
     ("1f1b", 3, 4, 1),
@@ -67,7 +69,7 @@ def by_little_memory(c, world):
     """Two slots: senders have to hold back."""
     transport = by_memory(c, world)
     for box in (*transport._inbox.values(), *transport._outbox.values()):
-        object.__setattr__(box, "slots", box.slots[:1])
+        object.__setattr__(box, "num_slots", 1)
     return transport
 
 
@@ -79,8 +81,7 @@ def test_processes_equal_one(kind, ranks, microbatches, waves, route):
 
 def test_tags_are_all_different_and_in_range():
     route = tagged(6, 5)
-    kinds = (Kind.RECV_F, Kind.RECV_B, Kind.REDUCE_GRAD)
-    tags = [route(Message(kind, stage, m), 0, 1)[1] for kind in kinds for stage in range(6) for m in range(5)]
+    tags = [route(Message(kind, stage, m), 0, 1)[1] for kind in CARRIED for stage in range(6) for m in range(5)]
     assert sorted(tags) == list(range(len(tags)))
 
 
@@ -92,7 +93,7 @@ def test_more_messages_than_tags_are_refused():
 def test_a_message_is_found_by_what_it_is_whatever_came_first():
     post = Post()
     one, other = Mailbox(0, post), Mailbox(1, post)
-    messages = [Message(kind, stage, m) for kind in (Kind.RECV_F, Kind.RECV_B) for stage in (1, 2) for m in (0, 1)]
+    messages = [Message(kind, stage, m) for kind in (FORWARD, BACKWARD) for stage in (1, 2) for m in (0, 1)]
     for number, message in enumerate(messages):
         one.send(message, 1, torch.tensor(number))
     for number, message in reversed(list(enumerate(messages))):
@@ -100,7 +101,7 @@ def test_a_message_is_found_by_what_it_is_whatever_came_first():
 
 
 def test_equal_messages_of_two_steps_keep_their_order():
-    post, message = Post(), Message(Kind.RECV_F, 1, 0)
+    post, message = Post(), Message(FORWARD, 1, 0)
     for number in range(3):
         Mailbox(0, post).send(message, 1, torch.tensor(number))
     assert [Mailbox(1, post).wait(message).item() for _ in range(3)] == [0, 1, 2]

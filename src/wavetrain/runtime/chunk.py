@@ -77,6 +77,7 @@ class Computed:
         self._saved: dict[int, Saved] = {}
         self._batch = Batch()
         self._measured: dict[tuple[int, bool], int] = {}  # bytes held, by size of the input and with or without a graph
+        self._bytes: dict[tuple[int, bool], int] = {}  # the same by microbatch
         self.losses: dict[int, Tensor] = {}
 
     @property
@@ -89,6 +90,8 @@ class Computed:
 
     def begin(self, batch: Batch) -> None:
         assert not self._saved, "a step ended with activations held"
+        if _sizes(batch) != _sizes(self._batch):
+            self._bytes.clear()
         self._batch = batch
         self.losses = {}
 
@@ -109,6 +112,10 @@ class Computed:
 
     def _weighed(self, microbatch: int, saved: Saved) -> Tensor:
         """Compute, and know what stays: measured once for each size of microbatch, by what autograd keeps."""
+        known = self._bytes.get((microbatch, torch.is_grad_enabled()))
+        if known is not None:
+            saved.num_bytes = known
+            return self._compute(microbatch, saved)
         source = self._batch.tokens[microbatch] if saved.source is None else saved.source
         key = source.numel(), torch.is_grad_enabled()
         if key in self._measured:
@@ -118,7 +125,7 @@ class Computed:
                 result = self._compute(microbatch, saved)
             kept[source.untyped_storage().data_ptr()] = source.untyped_storage().nbytes()
             self._measured[key] = sum(kept.values())
-        saved.num_bytes = self._measured[key]
+        saved.num_bytes = self._bytes[microbatch, key[1]] = self._measured[key]
         return result
 
     def _compute(self, microbatch: int, saved: Saved) -> Tensor:
@@ -168,6 +175,10 @@ class Computed:
         if saved.entered is not None:
             assert saved.source is not None
             torch.autograd.backward((saved.entered,), (saved.source.grad,))
+
+
+def _sizes(batch: Batch) -> list[int]:
+    return [tokens.numel() for tokens in (batch.tokens or batch.targets).values()]
 
 
 @contextmanager

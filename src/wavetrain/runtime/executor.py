@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wavetrain.runtime.chunk import Batch, Chunk
 from wavetrain.runtime.progress import Phase, Progress
-from wavetrain.runtime.transport import Message, Transport
+from wavetrain.runtime.transport import BACKWARD, FORWARD, Message, Transport
 from wavetrain.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Actions, Kind
 from wavetrain.schedule.passes import add_communication, message
 from wavetrain.schedule.placement import Placement
@@ -66,6 +66,8 @@ class Instruction(NamedTuple):
     peer: int = -1  # the rank at the other end of that
     makes: Message | None = None  # what its result is called
     lane: str = "compute"
+    position: int = -1  # in the rank's row
+    awaited: str = ""  # the message's name, where it comes from another rank
 
 
 Before = Callable[[int, Action], None]  # (step, action): called before each action; faults are injected here
@@ -90,7 +92,8 @@ class Executor:
         self.progress = progress or Progress(rank)
         self._transport, self._boundary, self._before = transport, boundary, before
         self._results: dict[Message, Tensor | None] = {}
-        self._program = [self._instruction(action, complete.placement) for action in complete.ranks[rank]]
+        row = complete.ranks[rank]
+        self._program = [self._instruction(action, complete.placement, at) for at, action in enumerate(row)]
         self._receives = [line for line in self._program if line.action.kind in RECEIVES]
         self._posted = self._passed = 0  # receives that were posted; whose place was passed
         self._moments: list[Moment] = []
@@ -104,16 +107,11 @@ class Executor:
             chunk.begin(batch)
         self._post(AHEAD)
         with uncollected():  # a collection of cycles in one rank would be waited for by all
-            for position, line in enumerate(self._program):
+            for line in self._program:
                 if self._before is not None:
-                    progress.computing(position, line.name)
+                    progress.computing(line.position, line.name)
                     self._before(progress.step, line.action)
-                if line.action.kind in SENDS:  # the receiver waits for the message, not for what is said of it
-                    line.run(line)
-                    progress.computing(position, line.name)
-                else:
-                    progress.computing(position, line.name)
-                    line.run(line)
+                line.run(line)
             self._transport.finish()
             self._record()
         progress.step += 1
@@ -141,13 +139,13 @@ class Executor:
             self._results[line.makes] = result
 
     def _weight(self, line: Instruction) -> None:
-        self._record()
+        self._input(line)
         start = time.monotonic()
         self.chunks[line.stage].backward_weight(line.microbatch)
         self._ended = line, start, time.monotonic()
 
     def _recompute(self, line: Instruction) -> None:
-        self._record()
+        self._input(line)
         start = time.monotonic()
         self.chunks[line.stage].recompute(line.microbatch)
         self._ended = line, start, time.monotonic()
@@ -159,8 +157,9 @@ class Executor:
         start = time.monotonic()
         self._transport.send(line.uses, line.peer, result)
         end = time.monotonic()
-        self._record()  # only now: the receiver waits for the message, not for the record
+        self._record()  # only now: the receiver waits for the message, not for what is said of it
         self._ended = line, start, end
+        self.progress.computing(line.position, line.name)
 
     def _receive(self, line: Instruction) -> None:  # noqa: ARG002
         self._record()
@@ -170,12 +169,13 @@ class Executor:
     # --- what they share ---
 
     def _input(self, line: Instruction) -> Tensor | None:
+        """What an action needs, if anything, once it is here."""
         self._record()
-        if line.uses is None:
-            return None
-        if line.peer == self.rank:
-            return self._results.pop(line.uses)
-        self.progress.waiting(str(line.uses), line.peer)
+        if not line.awaited:
+            self.progress.computing(line.position, line.name)
+            return None if line.uses is None else self._results.pop(line.uses)
+        assert line.uses is not None
+        self.progress.waiting(line.awaited, line.peer, position=line.position, action=line.name)
         arrived = self._transport.wait(line.uses)
         self.progress.enter(Phase.COMPUTING)
         return arrived
@@ -200,34 +200,35 @@ class Executor:
 
     # --- before the first step ---
 
-    def _instruction(self, action: Action, placement: Placement) -> Instruction:
+    def _instruction(self, action: Action, placement: Placement, position: int) -> Instruction:
         stage, kind, microbatch = action
         assert microbatch is not None, f"{action} comes with sharding"
         run = {Kind.F: self._forward, Kind.W: self._weight, Kind.RECOMPUTE: self._recompute}.get(kind, self._backward)
-        line = Instruction(str(action), action, stage, microbatch, run)
+        line = Instruction(str(action), action, stage, microbatch, run, position=position)
         if kind in SENDS:
             what = Message(*_receive_of(action))
             peer = placement.ranks[what.stage]
             return line._replace(run=self._send, uses=what, peer=peer, lane=f"send to {peer}")
         if kind in RECEIVES:
             source = stage - 1 if kind is Kind.RECV_F else stage + 1
-            return line._replace(run=self._receive, uses=Message(kind, stage, microbatch), peer=placement.ranks[source])
+            what = Message(kind.value, stage, microbatch)
+            return line._replace(run=self._receive, uses=what, peer=placement.ranks[source])
         if kind not in COMPUTE or kind is Kind.W:
             return line
         ahead = kind is Kind.F
         source, target = (stage - 1, stage + 1) if ahead else (stage + 1, stage - 1)
         begins, ends = placement.is_first(stage), placement.is_last(stage)
         if not (begins if ahead else ends):
-            uses = Message(Kind.RECV_F if ahead else Kind.RECV_B, stage, microbatch)
-            line = line._replace(uses=uses, peer=placement.ranks[source])
+            uses, peer = Message(FORWARD if ahead else BACKWARD, stage, microbatch), placement.ranks[source]
+            line = line._replace(uses=uses, peer=peer, awaited=str(uses) if peer != self.rank else "")
         if not (ends if ahead else begins):
-            line = line._replace(makes=Message(Kind.RECV_F if ahead else Kind.RECV_B, target, microbatch))
+            line = line._replace(makes=Message(FORWARD if ahead else BACKWARD, target, microbatch))
         return line
 
 
-def _receive_of(send: Action) -> tuple[Kind, int, int]:
+def _receive_of(send: Action) -> tuple[str, int, int]:
     """The receive that belongs to a send."""
     made = Action(send.stage, Kind.F if send.kind is Kind.SEND_F else Kind.I, send.microbatch)
     _, receive = message(made)
     assert receive.microbatch is not None
-    return receive.kind, receive.stage, receive.microbatch
+    return receive.kind.value, receive.stage, receive.microbatch

@@ -43,8 +43,10 @@ class Progress:
         self.position, self.action, self.message, self.source = position, action, NOTHING, -1
         self.enter(Phase.COMPUTING)
 
-    def waiting(self, message: str, source: int) -> None:
-        """For a message that the action already stated needs."""
+    def waiting(self, message: str, source: int, *, position: int | None = None, action: str | None = None) -> None:
+        """For a message that an action needs, the one already stated unless another is."""
+        if position is not None and action is not None:
+            self.position, self.action = position, action
         self.message, self.source = message, source
         self.enter(Phase.WAITING)
 

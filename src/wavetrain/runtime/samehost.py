@@ -8,6 +8,7 @@ tries again whenever it is here; so a send never waits. Names in the file system
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -19,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from wavetrain.runtime.transport import CARRIED, Message
@@ -37,11 +37,11 @@ WATCH_S = 300e-6  # before and after a message is expected
 class Box:
     """Memory that one rank writes and another reads."""
 
+    memory: mmap.mmap
     taken: memoryview  # one whole number: how many messages have been taken out
-    slots: tuple[Tensor, ...]  # of bytes
-    views: dict[
-        tuple[int, torch.dtype, torch.Size], Tensor
-    ]  # slots as tensors; made once, for they take longer than a copy
+    address: int  # of the first slot
+    slot_bytes: int
+    num_slots: int
 
     @staticmethod
     def open(path: Path, *, slot_bytes: int, num_slots: int) -> Box:
@@ -52,18 +52,15 @@ class Box:
             memory = mmap.mmap(file, size)
         finally:
             os.close(file)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        whole.zero_()  # both ends touch every page now, not when the first message is waited for
-        slots = tuple(whole[HEADER + at * slot_bytes :][:slot_bytes] for at in range(num_slots))
-        return Box(memoryview(memory)[:8].cast("q"), slots, {})
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        ctypes.memset(address, 0, size)  # both ends touch every page now, not when the first message is waited for
+        return Box(memory, memoryview(memory)[:8].cast("q"), address + HEADER, slot_bytes, num_slots)
 
-    def view(self, slot: int, like: Tensor) -> Tensor:
-        """A slot as a tensor of the form of another."""
-        key = slot, like.dtype, like.shape
-        if key not in self.views:
-            num_bytes = like.numel() * like.element_size()
-            self.views[key] = self.slots[slot][:num_bytes].view(like.dtype).view(like.shape)
-        return self.views[key]
+    def put(self, slot: int, tensor: Tensor) -> None:
+        ctypes.memmove(self.address + slot * self.slot_bytes, tensor.data_ptr(), tensor.nbytes)
+
+    def get(self, slot: int, tensor: Tensor) -> None:
+        ctypes.memmove(tensor.data_ptr(), self.address + slot * self.slot_bytes, tensor.nbytes)
 
 
 class SameHost:
@@ -78,13 +75,13 @@ class SameHost:
         self._waiting: dict[int, deque[tuple[Message, Tensor]]] = {to: deque() for to in outbox}
         self._waited_s: dict[Message, float] = {}  # in the step before
         self._posted: dict[Message, Tensor] = {}
-        self._early: dict[Message, deque[Tensor]] = {}  # come before they were posted, as bytes
+        self._early: dict[Message, deque[bytes]] = {}  # come before they were posted
         self._arrived: dict[Message, deque[Tensor]] = {}
 
     def post(self, message: Message, source: int, buffer: Tensor) -> None:  # noqa: ARG002
         early = self._early.get(message)
         if early:
-            buffer.copy_(early.popleft().view(buffer.dtype).view(buffer.shape))
+            ctypes.memmove(buffer.data_ptr(), early.popleft(), buffer.nbytes)
             self._arrived.setdefault(message, deque()).append(buffer)
         else:
             self._posted[message] = buffer
@@ -114,6 +111,7 @@ class SameHost:
                 self._look(RETRY_S if held else None)
 
     def send(self, message: Message, target: int, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
         if self._waiting[target] or not self._put(message, target, tensor):
             self._waiting[target].append((message, tensor))
 
@@ -123,11 +121,10 @@ class SameHost:
 
     def _put(self, message: Message, target: int, tensor: Tensor) -> bool:
         box, number = self._outbox[target], self._sent[target]
-        if number - box.taken[0] >= len(box.slots):
+        if number - box.taken[0] >= box.num_slots:
             return False
-        slot = number % len(box.slots)
-        num_bytes = tensor.nbytes
-        box.view(slot, tensor).copy_(tensor)
+        slot, num_bytes = number % box.num_slots, tensor.nbytes
+        box.put(slot, tensor)
         kind, stage, microbatch, index = message
         line = LINE.pack(self._rank, CARRIED.index(kind), stage, microbatch, index, slot, num_bytes)
         os.write(self._pipes[target], line)
@@ -154,9 +151,10 @@ class SameHost:
             message, box = Message(CARRIED[kind], stage, microbatch, index), self._inbox[sender]
             buffer = self._posted.pop(message, None)
             if buffer is None:
-                self._early.setdefault(message, deque()).append(box.slots[slot][:num_bytes].clone())
+                data = ctypes.string_at(box.address + slot * box.slot_bytes, num_bytes)
+                self._early.setdefault(message, deque()).append(data)
             else:
-                buffer.copy_(box.view(slot, buffer))
+                box.get(slot, buffer)
                 self._arrived.setdefault(message, deque()).append(buffer)
             box.taken[0] += 1
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from wavetrain.runtime.stages import Stage
-from wavetrain.runtime.transport import Message, Transport
-from wavetrain.schedule.action import Kind
+from wavetrain.runtime.transport import GRADIENT, Message, Transport
 from wavetrain.schedule.placement import Placement
 
 
@@ -56,13 +55,13 @@ def add_shared(
         like = next(iter(own.values()))
         for stage, name in group.holders:
             if stage not in stages:
-                message = Message(Kind.REDUCE_GRAD, stage, group.number)
+                message = Message(GRADIENT, stage, group.number)
                 transport.post(message, placement.ranks[stage], torch.empty_like(like))
                 awaited.append((Holder(stage, name), message))
         ranks = {placement.ranks[holder.stage] for holder in group.holders} - {rank}
         for holder, parameter in own.items():
             for other in sorted(ranks):
-                transport.send(Message(Kind.REDUCE_GRAD, holder.stage, group.number), other, _gradient(parameter))
+                transport.send(Message(GRADIENT, holder.stage, group.number), other, _gradient(parameter))
     arrived = {(holder, message.microbatch): transport.wait(message) for holder, message in awaited}
     transport.finish()
     for group in mine:

@@ -20,19 +20,20 @@ from wavetrain.schedule.action import Actions, Kind
 from wavetrain.schedule.evaluate import messages
 
 LARGEST_TAG = 2**31 - 1  # gloo's
-CARRIED = (Kind.RECV_F, Kind.RECV_B, Kind.REDUCE_GRAD)
+# What messages are. Plain words: they are looked up all the time, and looking up an enumeration's member takes longer.
+FORWARD, BACKWARD, GRADIENT = CARRIED = tuple(k.value for k in (Kind.RECV_F, Kind.RECV_B, Kind.REDUCE_GRAD))
 
 
 class Message(NamedTuple):
     """What a message is, wherever it goes: an output or a gradient for a stage, or a gradient that stages share."""
 
-    kind: Kind
+    kind: str  # of CARRIED
     stage: int  # the one that receives it; of a shared gradient the one that made it
     microbatch: int  # of a shared gradient its number
     tensor: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 class Transport(Protocol):
