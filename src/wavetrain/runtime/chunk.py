@@ -86,11 +86,11 @@ class Computed:
 
     @property
     def held_bytes(self) -> int:
-        return sum(saved.num_bytes for saved in self._saved.values())
+        return sum([saved.num_bytes for saved in self._saved.values()])
 
     def begin(self, batch: Batch) -> None:
         assert not self._saved, "a step ended with activations held"
-        if _sizes(batch) != _sizes(self._batch):
+        if batch is not self._batch and _sizes(batch) != _sizes(self._batch):
             self._bytes.clear()
         self._batch = batch
         self.losses = {}

@@ -98,6 +98,8 @@ class Executor:
         self._posted = self._passed = 0  # receives that were posted; whose place was passed
         self._moments: list[Moment] = []
         self._ended: tuple[Instruction, float, float] | None = None  # an action that is not yet in the record
+        self._held = dict.fromkeys(chunks, (0, 0))  # activations and bytes that each stage holds
+        self._live = self._held_bytes = 0  # the sums
 
     def step(self, batch: Batch) -> list[Moment]:
         """Run all actions once. What the microbatches cost is then in the last stage's `losses`."""
@@ -105,7 +107,6 @@ class Executor:
         self._posted = self._passed = 0
         for chunk in self.chunks.values():
             chunk.begin(batch)
-        self._post(AHEAD)
         with uncollected():  # a collection of cycles in one rank would be waited for by all
             for line in self._program:
                 if self._before is not None:
@@ -192,11 +193,13 @@ class Executor:
         if self._ended is None:
             return
         (line, start_s, end_s), self._ended = self._ended, None
-        live = held = 0
-        for chunk in self.chunks.values():
-            live += chunk.live
-            held += chunk.held_bytes
-        self._moments.append(Moment(line.name, line.lane, start_s, end_s, live, held))
+        if line.lane == "compute":  # only the stage of the action holds more or less than before
+            chunk = self.chunks[line.stage]
+            live, held = self._held[line.stage]
+            self._held[line.stage] = now = chunk.live, chunk.held_bytes
+            self._live += now[0] - live
+            self._held_bytes += now[1] - held
+        self._moments.append(Moment(line.name, line.lane, start_s, end_s, self._live, self._held_bytes))
 
     # --- before the first step ---
 

@@ -30,7 +30,7 @@ LINE = struct.Struct("<iiiiiiq")  # sender, kind, stage, microbatch, tensor, slo
 HEADER = 64  # bytes of a box before its slots
 RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
 LOOK = 2048 * LINE.size  # bytes of a pipe read at once
-WATCH_S = 300e-6  # before and after a message is expected
+WATCH_S = 1500e-6  # before and after a message is expected
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class SameHost:
                 self._look(min(expected - self._watch_s - now, RETRY_S if held else 1.0))
             elif now < expected + self._watch_s:
                 self._look(0.0)
+                os.sched_yield()
             else:
                 self._look(RETRY_S if held else None)
 
