@@ -33,24 +33,22 @@ class Deferred:
     branches: tuple[Branch, ...]
     repeated: tuple[Tensor, ...]
     output: GradientEdge
-    gradient: Tensor | None
+    gradient: Tensor
 
     def finish(self) -> None:
         """Add the weights' gradients to what they have accumulated."""
         for branch in self.branches:
             torch.autograd.backward(branch.edges, branch.gradients, inputs=branch.weights)
         if self.repeated:
-            gradient = None if self.gradient is None else (self.gradient,)
-            torch.autograd.backward((self.output,), gradient, inputs=self.repeated)
+            torch.autograd.backward((self.output,), (self.gradient,), inputs=self.repeated)
 
 
-def backward_input(output: GradientEdge, gradient: Tensor | None, source: Tensor) -> tuple[Tensor, Deferred]:
+def backward_input(output: GradientEdge, gradient: Tensor, source: Tensor) -> tuple[Tensor, Deferred]:
     """The gradient of a stage's input `source`, and what remains to be done for its weights."""
     chain = _chain(output.node, get_gradient_edge(source).node)
     arrived: dict[int, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_keeper(arrived, at)) for at, (node, _) in enumerate(chain)]
-    given = None if gradient is None else (gradient,)
-    (result,) = torch.autograd.grad((output,), (source,), given, retain_graph=True)
+    (result,) = torch.autograd.grad((output,), (source,), (gradient,), retain_graph=True)
     for handle in handles:
         handle.remove()
     return result, _deferred(chain, arrived, output, gradient)
@@ -67,7 +65,7 @@ def _deferred(
     chain: list[tuple[Node, list[Tensor]]],
     arrived: dict[int, tuple[Tensor | None, ...]],
     output: GradientEdge,
-    gradient: Tensor | None,
+    gradient: Tensor,
 ) -> Deferred:
     uses: dict[Tensor, int] = {}
     for _, weights in chain:

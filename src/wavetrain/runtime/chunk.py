@@ -78,7 +78,16 @@ class Computed:
         self._batch = Batch()
         self._measured: dict[tuple[int, bool], int] = {}  # bytes held, by size of the input and with or without a graph
         self._bytes: dict[tuple[int, bool], int] = {}  # the same by microbatch
-        self.losses: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}  # of the losses of each microbatch's targets
+        parameter = next(stage.parameters(), torch.empty(0))
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self._one = torch.ones((), dtype=dtype, device=parameter.device)
+        self._share = self._one  # of a single target in the step's loss, as a gradient
+
+    @property
+    def losses(self) -> dict[int, Tensor]:
+        """What each microbatch adds to the step's loss; of the last stage."""
+        return {m: total / max(1, self._batch.num_targets) for m, total in self._sums.items()}
 
     @property
     def live(self) -> int:
@@ -93,7 +102,8 @@ class Computed:
         if batch is not self._batch and _sizes(batch) != _sizes(self._batch):
             self._bytes.clear()
         self._batch = batch
-        self.losses = {}
+        self._sums = {}
+        self._share = self._one / max(1, batch.num_targets)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         if not self._training:
@@ -139,9 +149,8 @@ class Computed:
         assert hidden is not None, "only the first stage has no input"
         result = stage.run(hidden)
         if stage.is_last:
-            loss = stage.leave(result, self._batch.targets[microbatch])
-            result = loss / max(1, self._batch.num_targets)
-            self.losses[microbatch] = result.detach()
+            result = stage.leave(result, self._batch.targets[microbatch])
+            self._sums[microbatch] = result.detach()
         elif result is hidden:  # a stage without blocks
             result = hidden.view_as(hidden)
         if result.requires_grad:
@@ -150,7 +159,7 @@ class Computed:
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         saved = self._saved.pop(microbatch)
-        torch.autograd.backward((_known(saved.output),), None if gradient is None else (gradient,))
+        torch.autograd.backward((_known(saved.output),), (self._start(gradient),))
         if saved.entered is not None:  # only where a split order also has whole backwards
             assert saved.source is not None
             torch.autograd.backward((saved.entered,), (saved.source.grad,))
@@ -160,13 +169,17 @@ class Computed:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         saved = self._saved[microbatch]
         assert saved.source is not None, "an order with split backwards says so"
-        result, saved.deferred = backward_input(_known(saved.output), gradient, saved.source)
+        result, saved.deferred = backward_input(_known(saved.output), self._start(gradient), saved.source)
         saved.output = None
         if saved.entered is not None:
             saved.source.grad = result
             return None
         saved.source = None
         return result
+
+    def _start(self, gradient: Tensor | None) -> Tensor:
+        """What a backward starts with: what came from the next stage or, on the last, a target's share of the loss."""
+        return self._share if gradient is None else gradient
 
     def backward_weight(self, microbatch: int) -> None:
         saved = self._saved.pop(microbatch)
