@@ -385,20 +385,25 @@ def test_groups_and_offloading(config):
 # --- the command ---
 
 
+def said(ran):
+    """What stands on stderr, without the progress that a slow machine makes a search tell."""
+    return [line for line in ran.err.splitlines() if not line.startswith("progress: ")]
+
+
 def test_megatron_flags_are_priced(run):
     text = f"{GPT3} --moe-grouped-gemm"
     ran = run("simulate", "--megatron", text, "--cluster", "dgx-a100:128", "--json")
     assert ran.code == 0
     found = json.loads(ran.out)
     assert (found["model"], found["devices"]) == ("megatron-96x12288", 1024)
-    assert ran.err == "ignored: --moe-grouped-gemm: known to Megatron-LM, but not priced here\n"
+    assert said(ran) == ["ignored: --moe-grouped-gemm: known to Megatron-LM, but not priced here"]
 
 
 def test_a_deepspeed_config_is_priced(run, config):
     path = str(config(zero_optimization={"stage": 3}, bf16={"enabled": True}, **ONE))
     options = ("--model", "llama2-7b", "--cluster", "dgx-h100:4", "--seq-len", "2048", "--recompute", "full")
     ran = run("simulate", "--deepspeed", path, *options, "--json")
-    assert (ran.code, ran.err) == (0, "")
+    assert (ran.code, said(ran)) == (0, [])
     assert json.loads(ran.out)["algorithms"] == {"sharding": "ring"}
 
 
