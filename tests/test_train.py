@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,26 @@ def test_every_layout_trains_to_the_same_losses(run: Run, tmp_path: Path) -> Non
         assert ran.code == 0, ran.err
         losses.append(json.loads(ran.out)["losses"])
     assert losses[0] == losses[1] == losses[2] == losses[3]
+
+
+def test_two_copies_of_a_model_have_one_loss(run: Run, tmp_path: Path) -> None:
+    """Chimera's chains end on two ranks; the step's loss is the sum of what both add."""
+    found = []
+    for schedule in ("1f1b", "chimera"):
+        plan = replace(small_plan(pp=2, schedule="1f1b", microbatches=4, blocks=8))
+        plan = replace(plan, layout=replace(plan.layout, schedule=schedule))
+        ran = run("train", plan_file(tmp_path, plan), "--local", "2", "--steps", "1", "--json")
+        assert ran.code == 0, ran.err
+        found.append(json.loads(ran.out)["losses"][0])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_models_without_modules_are_refused_before_anything_starts(run: Run, tmp_path: Path) -> None:
+    plan = small_plan(pp=2, microbatches=4, blocks=8, family="bloom")
+    ran = run("train", plan_file(tmp_path, plan), "--local", "2")
+    assert ran.code == 2
+    assert "bloom" in ran.err
+    assert "possible" in ran.err
 
 
 def test_emulates_what_was_predicted(run: Run, tmp_path: Path) -> None:

@@ -206,6 +206,8 @@ def accumulated(case: Case, per_microbatch: Mapping[int, Mapping[tuple[int, str]
 
 def shared_sums(case: Case, gradients: Grads) -> Grads:
     for group in shared_groups(case):
+        if group.holders[0].name not in gradients[group.holders[0].stage]:
+            continue  # the model does not use it
         total = None
         for stage, name in group.holders:
             one = gradients[stage][name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,9 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     transport: Annotated[str, typer.Option(help="Between stages: memory (one host), gloo, or auto.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of initial values and data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
-    hang_floor: Annotated[float, typer.Option(help="Least seconds without progress that count as a hang.")] = 10.0,
+    hang_floor: Annotated[
+        float | None, typer.Option(help="Least seconds without progress that count as a hang; 60, emulated 10.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory for plan, trace and report.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,14 +44,16 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
     _refuse_numbers(local=local, steps=steps, seed=seed, hang_floor=hang_floor, learning_rate=learning_rate)
     wanted = read_plan(plan)
-    _refuse_layout(wanted, emulate=emulate)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; its warnings are not for users
+    _refuse_layout(wanted, emulate=emulate)
+    if not emulate:
+        _refuse_model(wanted)
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.trainer import CARRIERS
 
     carrier = one_of("--transport", transport, CARRIERS)
     job = job_of(wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier)
-    limits = Limits(step_s=job.step_s, floor_s=hang_floor)
+    limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:
         with writing(output):
@@ -128,8 +133,9 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
     )
     predicted, ideal = simulate(job.plan), replay(job.actions, measured)
     seconds = step_seconds([record.step_ends_s for record in records.values()]) or measured.duration_s
-    tokens = job.actions.num_microbatches * job.plan.layout.microbatch * job.plan.seq_len
-    losses = max((record.losses for record in records.values()), key=len)
+    tokens = job.plan.layout.global_batch * job.plan.seq_len
+    parts = [record.losses for record in records.values() if record.losses]  # two copies of a model, two ranks
+    losses = [sum(step) for step in zip(*parts, strict=True)]
     document = {
         "schema": "wavetrain.train/1",
         "ranks": len(records),
@@ -141,7 +147,10 @@ def _document(job: Job, records: dict[int, Any], output: Path | None) -> dict[st
         "losses": losses,
         "bubble_fraction": idle_share(measured),
         "peak_bytes": [int(measured.peak(rank, "memory_bytes")) for rank in measured.ranks],
-        "predicted": {"step_s": predicted.step_s, "bubble_fraction": predicted.bubble_fraction},
+        "predicted": {
+            "step_s": pipeline_seconds(job) or predicted.step_s,
+            "bubble_fraction": predicted.bubble_fraction,
+        },
         "replayed": {"step_s": ideal.duration_s, "bubble_fraction": idle_share(ideal)},
         "files": [],
     }
@@ -170,6 +179,16 @@ def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline)
     return [str(output / name) for name in written]
 
 
+def pipeline_seconds(job: Job) -> float | None:
+    """What the pipeline alone takes with the times that are emulated: no optimizer, no other replicas."""
+    from wavetrain.schedule import Costs, evaluate
+
+    if job.emulated is None:
+        return None
+    f, i, w = (tuple(getattr(durations, kind) for durations in job.emulated) for kind in "fiw")
+    return float(evaluate(job.actions, Costs(f, i, w)).makespan)
+
+
 def step_seconds(ends: list[list[float]]) -> float | None:
     """From one step to the next, by when the last rank ended each: the median; None of a single step."""
     from itertools import pairwise
@@ -192,10 +211,23 @@ def _refuse_numbers(**given: float | None) -> None:
         raise InputError(problems)
 
 
+def _refuse_model(plan: Plan) -> None:
+    """A model that the runtime has no modules for is refused here, not by a rank."""
+    from wavetrain.base.units import DType
+    from wavetrain.runtime.transformer import parts_of
+
+    parts_of(plan.model)
+    if plan.precision.compute is not DType.FP32:
+        print(f"computes in fp32, not {plan.precision.compute.value} as the plan says", file=sys.stderr)
+
+
 def _refuse_layout(plan: Plan, *, emulate: bool) -> None:
     """What the runtime does not do yet is refused before any process starts."""
     from wavetrain.plan.layout import Recompute
 
+    if plan.model.architecture is None:
+        rule = "is a traced module, which the runtime can't build again"
+        raise InputError(Problem(where="plan", key="model", value=plan.model.name, rule=rule))
     if emulate:
         return
     layout, rule = plan.layout, "the runtime runs pipelines so far: this must be 1"

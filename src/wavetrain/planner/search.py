@@ -415,7 +415,7 @@ class _State:
             if position + 1 < len(made.ranking):
                 heappush(self.waiting, (float(made.cost[made.ranking[position + 1]]), number, position + 1))
             for candidate in made.candidates(self.question, int(made.ranking[position]), self.upper):
-                cost = self.question.cost(candidate.bound_s, candidate.devices)
+                cost = float(self.question.cost(candidate.bound_s, candidate.devices))
                 heappush(refined, (cost, candidate.key, candidate))
 
     def evaluate(self, candidate: Candidate) -> None:

@@ -37,8 +37,9 @@ class Deferred:
 
     def finish(self) -> None:
         """Add the weights' gradients to what they have accumulated."""
+        again = bool(self.repeated)
         for branch in self.branches:
-            torch.autograd.backward(branch.edges, branch.gradients, inputs=branch.weights)
+            torch.autograd.backward(branch.edges, branch.gradients, inputs=branch.weights, retain_graph=again)
         if self.repeated:
             torch.autograd.backward((self.output,), (self.gradient,), inputs=self.repeated)
 

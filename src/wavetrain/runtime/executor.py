@@ -113,10 +113,10 @@ class Executor:
                     progress.computing(line.position, line.name)
                     self._before(progress.step, line.action)
                 line.run(line)
+            progress.together()
             self._transport.finish()
             self._record()
         progress.step += 1
-        progress.enter(Phase.COLLECTIVE)
         assert not self._results, "a step ended with results that nobody used"
         return self._moments
 

@@ -50,6 +50,11 @@ class Progress:
         self.message, self.source = message, source
         self.enter(Phase.WAITING)
 
+    def together(self) -> None:
+        """With others: no single rank is waited for."""
+        self.message, self.source = NOTHING, -1
+        self.enter(Phase.COLLECTIVE)
+
     def enter(self, phase: Phase) -> None:
         self.phase = phase
         self.count += 1

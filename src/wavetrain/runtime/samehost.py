@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from wavetrain.base.errors import RunError
 from wavetrain.runtime.transport import CARRIED, Message
 from wavetrain.runtime.world import Store
 
@@ -31,6 +32,7 @@ HEADER = 64  # bytes of a box before its slots
 RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
 LOOK = 2048 * LINE.size  # bytes of a pipe read at once
 WATCH_S = 1500e-6  # before and after a message is expected
+WATCH_ALONE_S = 0.1  # the same where every rank has a core
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class Box:
         size = HEADER + slot_bytes * num_slots
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, size)
+            os.posix_fallocate(file, 0, size)  # memory that is not there is found now, not by a signal when it is used
             memory = mmap.mmap(file, size)
+        except OSError as error:
+            rule = f"no room for {size:,} bytes of messages in {path.parent.parent}: {error.strerror}"
+            raise RunError(f"{rule}; --transport gloo needs none") from None
         finally:
             os.close(file)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -57,6 +62,7 @@ class Box:
         return Box(memory, memoryview(memory)[:8].cast("q"), address + HEADER, slot_bytes, num_slots)
 
     def put(self, slot: int, tensor: Tensor) -> None:
+        assert tensor.nbytes <= self.slot_bytes, "boxes are opened for the largest message"
         ctypes.memmove(self.address + slot * self.slot_bytes, tensor.data_ptr(), tensor.nbytes)
 
     def get(self, slot: int, tensor: Tensor) -> None:
@@ -71,7 +77,7 @@ class SameHost:
     ) -> None:
         self._rank, self._inbox, self._outbox, self._pipes = rank, inbox, outbox, pipes
         self._sent = dict.fromkeys(outbox, 0)
-        self._watch_s = WATCH_S if crowded else float("inf")
+        self._watch_s = WATCH_S if crowded else WATCH_ALONE_S
         self._waiting: dict[int, deque[tuple[Message, Tensor]]] = {to: deque() for to in outbox}
         self._waited_s: dict[Message, float] = {}  # in the step before
         self._posted: dict[Message, Tensor] = {}
@@ -81,12 +87,15 @@ class SameHost:
     def post(self, message: Message, source: int, buffer: Tensor) -> None:  # noqa: ARG002
         early = self._early.get(message)
         if early:
-            ctypes.memmove(buffer.data_ptr(), early.popleft(), buffer.nbytes)
+            data = early.popleft()
+            assert len(data) == buffer.nbytes, f"{message} has another size than its buffer"
+            ctypes.memmove(buffer.data_ptr(), data, buffer.nbytes)
             self._arrived.setdefault(message, deque()).append(buffer)
         else:
             self._posted[message] = buffer
 
     def wait(self, message: Message) -> Tensor:
+        self._flush()
         self._look(0.0)
         if not self._arrived.get(message):
             begun = time.monotonic()
@@ -113,6 +122,8 @@ class SameHost:
 
     def send(self, message: Message, target: int, tensor: Tensor) -> None:
         tensor = tensor.contiguous()
+        if self._waiting[target]:
+            self._flush()
         if self._waiting[target] or not self._put(message, target, tensor):
             self._waiting[target].append((message, tensor))
 
@@ -155,6 +166,7 @@ class SameHost:
                 data = ctypes.string_at(box.address + slot * box.slot_bytes, num_bytes)
                 self._early.setdefault(message, deque()).append(data)
             else:
+                assert num_bytes == buffer.nbytes, f"{message} has another size than its buffer"
                 box.get(slot, buffer)
                 self._arrived.setdefault(message, deque()).append(buffer)
             box.taken[0] += 1

@@ -48,7 +48,7 @@ def add_shared(
 ) -> None:
     """Give all holders of each group the sum of their gradients."""
     parameters = {stage: dict(module.named()) for stage, module in stages.items()}
-    mine = [group for group in groups if any(holder.stage in stages for holder in group.holders)]
+    mine = [group for group in groups if _is_used(group, parameters)]
     awaited = []
     for group in mine:
         own = {h: parameters[h.stage][h.name] for h in group.holders if h.stage in stages}
@@ -76,6 +76,12 @@ def add_shared(
         for mine_too in local:
             if mine_too is not None:
                 mine_too.grad = total.clone()
+
+
+def _is_used(group: Group, parameters: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    """Whether this rank has a gradient to share; what a model does not use (an untied BERT's bias) has none."""
+    own = (parameters[stage][name] for stage, name in group.holders if stage in parameters)
+    return any(parameter.grad is not None for parameter in own)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

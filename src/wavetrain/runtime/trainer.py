@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
 from torch import Tensor
 
+from wavetrain.base.errors import RunError
 from wavetrain.model.model import Model
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.board import kernel
@@ -74,12 +76,20 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
             ends.append(time.monotonic())
             if loss is not None:
                 losses.append(loss)
-                LOG.info("step %d  loss %.4f", step, loss)
+                _tell(job, step, loss)
         ahead_s = clock_ahead_s(world.rank, world.size)
         ends = [end - ahead_s for end in ends]
         world.store.set(f"record/{world.rank}", json.dumps([ends, losses, runner.static_bytes]))
         world.store.set(f"moments/{world.rank}", write_moments(moments, ahead_s=ahead_s))
         return {rank: _record(world, rank) for rank in range(world.size)} if world.rank == 0 else {}
+
+
+def _tell(job: Job, step: int, loss: float) -> None:
+    """A step's loss, where one rank knows all of it; one that is no number ends the run."""
+    if not math.isfinite(loss):
+        raise RunError(f"the loss of step {step} is {loss}: a smaller --learning-rate, or other data")
+    if job.actions.placement.chains == 1:
+        LOG.info("step %d  loss %.4f", step, loss)
 
 
 def _record(world: World, rank: int) -> RankRecord:
@@ -114,7 +124,10 @@ class _Learner:
     def __init__(self, job: Job, world: World) -> None:
         plan, actions = job.plan, job.actions
         parts = parts_of(plan.model)
-        self._job, self._rank = job, world.rank
+        self._job, self._rank, self._progress = job, world.rank, world.progress
+        shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
+        boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
+        transport = carrier(job, world, boundary)  # ranks meet here: before their unequal shares of memory are filled
         self._groups = shared_groups(parts, plan, actions)
         self._gradients = Grouped(world.rank, tagged(actions.placement.num_stages, max(1, len(self._groups))))
         self._stages = cut_into_stages(parts, plan.cut, actions.placement.local[world.rank])
@@ -124,9 +137,6 @@ class _Learner:
             number: Computed(stage, split=actions.is_split, recomputed=number in recomputed)
             for number, stage in self._stages.items()
         }
-        shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
-        boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
-        transport = carrier(job, world, boundary)
         self._executor = _executor(job, world, self._chunks, transport, boundary)
         self._parameters = own_parameters(self._stages)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=job.learning_rate, foreach=False)
@@ -137,8 +147,10 @@ class _Learner:
         return sum(4 * p.numel() * p.element_size() for p in self._parameters)
 
     def step(self, step: int) -> tuple[list[Moment], float | None]:
+        self._progress.computing(-1, "batch")
         moments = self._executor.step(synthetic(self._job, step))
         add_shared(self._groups, self._stages, self._job.actions.placement, self._rank, self._gradients)
+        self._progress.computing(-1, "optimizer")
         self._optimizer.step()
         for stage in self._stages.values():
             stage.zero_grad(set_to_none=True)
@@ -190,7 +202,10 @@ def _executor(
 
 def carrier(job: Job, world: World, boundary: Boundary) -> Transport:
     """How messages between stages travel: through memory where all ranks are on one host, else over gloo."""
-    if job.transport == "memory" or (job.transport == "auto" and on_one_host(world)):
+    near = job.transport != "gloo" and on_one_host(world)
+    if job.transport == "memory" and not near:
+        raise RunError("--transport memory: the ranks are not all on one host; gloo goes over the network")
+    if near:
         return open_same_host(
             world.rank, world.size, world.store, links_of(job.actions), most_bytes=boundary.most_bytes
         )

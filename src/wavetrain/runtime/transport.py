@@ -76,6 +76,7 @@ class Grouped:
 
     def send(self, message: Message, target: int, tensor: Tensor) -> None:
         group, tag = self._route(message, self._rank, target)
+        tensor = tensor.contiguous()
         work = dist.isend(tensor, target, group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._leaving.append((work, tensor))
