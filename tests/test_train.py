@@ -65,6 +65,25 @@ def test_every_layout_trains_to_the_same_losses(run: Run, tmp_path: Path) -> Non
     assert losses[0] == losses[1] == losses[2] == losses[3]
 
 
+def test_any_text_is_learnt(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the same words again and again, " * 200)
+    file = plan_file(tmp_path, small_plan(pp=2, microbatches=4, blocks=8, vocab=256))
+    ran = run("train", file, "--local", "2", "--steps", "12", "--data", str(text), "--learning-rate", "0.01", "--json")
+    assert ran.code == 0, ran.err
+    losses = json.loads(ran.out)["losses"]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_data_that_does_not_fit_the_model_is_refused(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("too short")
+    for plan, word in ((small_plan(vocab=61), "256"), (small_plan(vocab=256), "17")):
+        ran = run("train", plan_file(tmp_path, plan), "--local", "2", "--data", str(text))
+        assert ran.code == 2
+        assert word in ran.err
+
+
 def test_two_copies_of_a_model_have_one_loss(run: Run, tmp_path: Path) -> None:
     """Chimera's chains end on two ranks; the step's loss is the sum of what both add."""
     found = []

@@ -31,6 +31,9 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
         bool, typer.Option("--emulate", help="Wait as long as predicted instead of computing; messages are real.")
     ] = False,
     transport: Annotated[str, typer.Option(help="Between stages: memory (one host), gloo, or auto.")] = "auto",
+    data: Annotated[
+        Path | None, typer.Option(help="Tokens (.bin) or any file, as bytes; sequences that count without it.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of initial values and data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
     hang_floor: Annotated[
@@ -47,12 +50,14 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; its warnings are not for users
     _refuse_layout(wanted, emulate=emulate)
     if not emulate:
-        _refuse_model(wanted)
+        _refuse_model(wanted, data)
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.trainer import CARRIERS
 
     carrier = one_of("--transport", transport, CARRIERS)
-    job = job_of(wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier)
+    job = job_of(
+        wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier, data=data
+    )
     limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:
@@ -211,12 +216,15 @@ def _refuse_numbers(**given: float | None) -> None:
         raise InputError(problems)
 
 
-def _refuse_model(plan: Plan) -> None:
-    """A model that the runtime has no modules for is refused here, not by a rank."""
+def _refuse_model(plan: Plan, data: Path | None) -> None:
+    """A model that the runtime has no modules for, or data it can't read, is refused here, not by a rank."""
     from wavetrain.base.units import DType
+    from wavetrain.runtime.data import open_dataset
     from wavetrain.runtime.transformer import parts_of
 
-    parts_of(plan.model)
+    parts = parts_of(plan.model)
+    if data is not None:
+        open_dataset(data, vocab=parts.vocab, seq_len=plan.seq_len)
     if plan.precision.compute is not DType.FP32:
         print(f"computes in fp32, not {plan.precision.compute.value} as the plan says", file=sys.stderr)
 

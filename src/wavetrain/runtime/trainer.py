@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
@@ -22,6 +23,7 @@ from wavetrain.model.model import Model
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.board import kernel
 from wavetrain.runtime.chunk import Batch, Chunk, Computed, Durations, Emulated
+from wavetrain.runtime.data import MASKED, microbatches, open_dataset, sampling_of
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.inject import Fault, injector
 from wavetrain.runtime.parts import Parts
@@ -36,7 +38,6 @@ from wavetrain.schedule.action import Actions, Kind
 
 LOG = logging.getLogger(__name__)
 CARRIERS = ("auto", "memory", "gloo")
-MASKED = 0.15  # of the tokens, where a model guesses hidden ones (Devlin et al. 2018)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Job:
     learning_rate: float = 1e-3
     emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
     step_s: float = 0.0  # as predicted
+    data: Path | None = None  # tokens, or any file as bytes; None: sequences that count
     transport: str = "auto"  # of CARRIERS
     fault: Fault | None = None  # on purpose
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
@@ -125,6 +127,7 @@ class _Learner:
         plan, actions = job.plan, job.actions
         parts = parts_of(plan.model)
         self._job, self._rank, self._progress = job, world.rank, world.progress
+        self._dataset = open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len) if job.data else None
         shape = (plan.layout.microbatch, plan.seq_len, parts.hidden)
         boundary = Boundary(dict.fromkeys(range(actions.num_microbatches), shape))
         transport = carrier(job, world, boundary)  # ranks meet here: before their unequal shares of memory are filled
@@ -141,6 +144,12 @@ class _Learner:
         self._parameters = own_parameters(self._stages)
         self._optimizer = torch.optim.AdamW(self._parameters, lr=job.learning_rate, foreach=False)
 
+    def _batch(self, step: int) -> Batch:
+        if self._dataset is None:
+            return synthetic(self._job, step)
+        sampling = sampling_of(self._job.plan, seed=self._job.seed)
+        return microbatches(self._dataset, sampling, step=step, microbatch=self._job.plan.layout.microbatch)
+
     @property
     def static_bytes(self) -> int:
         """Parameters, gradients and the optimizer's two moments."""
@@ -148,7 +157,7 @@ class _Learner:
 
     def step(self, step: int) -> tuple[list[Moment], float | None]:
         self._progress.computing(-1, "batch")
-        moments = self._executor.step(synthetic(self._job, step))
+        moments = self._executor.step(self._batch(step))
         add_shared(self._groups, self._stages, self._job.actions.placement, self._rank, self._gradients)
         self._progress.computing(-1, "optimizer")
         self._optimizer.step()
