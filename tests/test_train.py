@@ -43,7 +43,7 @@ def test_trains_and_says_what_happened(run: Run, tmp_path: Path) -> None:
     assert len(document["losses"]) == 12
     assert document["losses"][0] == pytest.approx(math.log(61), rel=0.1)
     assert document["losses"][-1] < document["losses"][0] - 0.1
-    assert document["replayed"]["step_s"] <= document["timeline_s"] * 1.5
+    assert 0 < document["replayed"]["step_s"] <= document["timeline_s"] + 1e-6  # no transfer: never longer
     actions = parse_text((tmp_path / "run" / "actions.txt").read_text(), file="actions.txt")
     measured = read_chrome(tmp_path / "run" / "measured.json")
     for rank, row in enumerate(actions.ranks):
@@ -111,7 +111,7 @@ def test_emulates_what_was_predicted(run: Run, tmp_path: Path) -> None:
     document = json.loads(ran.out)
     assert document["losses"] == []
     assert document["emulated"] is True
-    assert document["timeline_s"] >= 0.5 * document["predicted"]["step_s"]
+    assert document["timeline_s"] >= document["predicted"]["step_s"]  # every action waits its time at least
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_emulates_what_was_predicted(run: Run, tmp_path: Path) -> None:
         (["--local", "0", "--steps", "-1"], ["--local", "--steps", "must be from 1"]),
         (["--local", "2", "--transport", "memry"], ["--transport", "nearest: memory"]),
         (["--local", "2", "--hang-floor", "nan"], ["--hang-floor", "must be from"]),
+        (["--local", "2", "--emulate", "--seed", "3"], ["--seed", "means nothing beside --emulate"]),
     ],
 )
 def test_bad_options_are_explained(run: Run, tmp_path: Path, options: list[str], words: list[str]) -> None:

@@ -158,7 +158,7 @@ def test_embedding_and_loss_may_count_as_layers():
 
 
 def test_what_is_not_looked_at_is_named():
-    extra = "--tensor-parallel-size 4 --moe-grouped-gemm --save /tmp/x --sequence-paralel --log-interval 10"
+    extra = "--tensor-parallel-size 4 --moe-grouped-gemm --save checkpoints --sequence-paralel --log-interval 10"
     _, ignored = plan_of_megatron(f"{GPT3} {extra}", cluster=cluster("dgx-a100:128"))
     assert len(ignored) == 3
     assert "--tensor-parallel-size: not a flag" in ignored[0]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
+from tests.runtime.plans import small_model
 from torch import Tensor
 
-from wavetrain.model import load_model
 from wavetrain.runtime.chunk import Batch, Computed
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.hf import parts_of_config
@@ -36,14 +34,8 @@ def small(family: str, blocks: int, tied: bool) -> Parts:
     """A small model of a built-in family or of transformers, on the meta device."""
     if family.startswith("hf-"):
         return parts_of_config(_config(family.removeprefix("hf-"), blocks, tied))
-    text = (
-        f"family: {family}\nlayers: {blocks}\nhidden: {HIDDEN}\nheads: {HEADS}\nvocab: {VOCAB}\nseq_len: {SEQ}\n"
-        f"tied: {str(tied).lower()}\nffn: 24\n"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.yaml"
-        file.write_text(text)
-        return parts_of(load_model(str(file)))
+    sizes = {"hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB, "seq_len": SEQ}
+    return parts_of(small_model(family=family, blocks=blocks, tied=tied, **sizes))
 
 
 def _config(family: str, blocks: int, tied: bool) -> Any:

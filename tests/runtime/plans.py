@@ -8,9 +8,9 @@ from wavetrain.model import load_model
 from wavetrain.plan import Plan, Request, plan_of
 
 
-def small_model(*, blocks=8, family="gpt", hidden=32, vocab=61, seq_len=16, tied=False):
+def small_model(*, blocks=8, family="gpt", hidden=32, heads=4, vocab=61, seq_len=16, tied=False):
     text = (
-        f"family: {family}\nlayers: {blocks}\nhidden: {hidden}\nheads: 4\nffn: {2 * hidden}\nvocab: {vocab}\n"
+        f"family: {family}\nlayers: {blocks}\nhidden: {hidden}\nheads: {heads}\nffn: {2 * hidden}\nvocab: {vocab}\n"
         f"seq_len: {seq_len}\ntied: {str(tied).lower()}\n"
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from wavetrain.plan.cut import even_cut
 from wavetrain.runtime.backward import backward_input
-from wavetrain.runtime.chunk import Computed
 from wavetrain.schedule import (
     SCHEDULES,
     Action,
@@ -259,7 +258,3 @@ def test_order_with_split_and_whole_backwards():
 
 def test_compute_kinds_are_all_covered():
     assert {a.kind for kind in KINDS for _, a in order(kind, 2, 4).compute()} == set(COMPUTE)
-
-
-def test_chunk_is_typed_as_the_executor_needs():
-    assert {"begin", "forward", "recompute", "backward", "backward_input", "backward_weight"} <= set(dir(Computed))

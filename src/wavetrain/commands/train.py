@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavetrain.base.errors import InputError, Problem
-from wavetrain.commands.shared import AsJson, one_of, show, write, writing
+from wavetrain.commands.shared import AsJson, one_of, refuse_beside, show, write, writing
 
 if TYPE_CHECKING:
     from wavetrain.plan import Plan
@@ -34,8 +34,8 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     data: Annotated[
         Path | None, typer.Option(help="Tokens (.bin) or any file, as bytes; sequences that count without it.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of initial values and data.")] = 0,
-    learning_rate: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
+    seed: Annotated[int | None, typer.Option(help="Of initial values and data; 0.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="AdamW's; 0.001.")] = None,
     hang_floor: Annotated[
         float | None, typer.Option(help="Least seconds without progress that count as a hang; 60, emulated 10.")
     ] = None,
@@ -49,15 +49,17 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     wanted = read_plan(plan)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; its warnings are not for users
     _refuse_layout(wanted, emulate=emulate)
-    if not emulate:
+    if emulate:
+        refuse_beside("--emulate", {"--data": data, "--learning-rate": learning_rate, "--seed": seed})
+    else:
         _refuse_model(wanted, data)
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.trainer import CARRIERS
 
     carrier = one_of("--transport", transport, CARRIERS)
-    job = job_of(
-        wanted, emulate=emulate, steps=steps, seed=seed, learning_rate=learning_rate, transport=carrier, data=data
-    )
+    stated = {"seed": seed, "learning_rate": learning_rate, "data": data}
+    more = {name: value for name, value in stated.items() if value is not None}
+    job = job_of(wanted, emulate=emulate, steps=steps, transport=carrier, **more)
     limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if output is not None:
