@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,12 +68,40 @@ class Saved:
     num_bytes: int = 0
 
 
+class Accumulation(Protocol):
+    """How gradients that several ranks make become one sum; told when a stage's backwards begin and end."""
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """The next backward gives a microbatch's gradients; those of the last one may be added over ranks at once."""
+
+    def finish(self, *, is_split: bool) -> None:
+        """All gradients of the step are there; with a split backward none of them has been added over ranks yet."""
+
+    def held_bytes(self) -> int:
+        """Parameters that are gathered at this moment."""
+
+    def resident(self) -> Iterable[Tensor]:
+        """Tensors that are parameters, gathered or not, and hence no activations."""
+
+
 class Computed:
     """A stage that computes."""
 
-    def __init__(self, stage: Stage, *, split: bool = False, recomputed: bool = False, training: bool = True) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        split: bool = False,
+        recomputed: bool = False,
+        training: bool = True,
+        accumulation: Accumulation | None = None,
+        num_microbatches: int | None = None,
+    ) -> None:
+        """`num_microbatches` is how many the stage runs, where that is not the whole batch."""
         self.stage = stage
         self._split, self._recomputed, self._training = split, recomputed, training
+        self._accumulation, self._num_microbatches = accumulation, num_microbatches
+        self._left = 0  # backwards still to come in this step
         self._saved: dict[int, Saved] = {}
         self._batch = Batch()
         self._measured: dict[tuple[int, bool], int] = {}  # bytes held, by size of the input and with or without a graph
@@ -95,13 +123,15 @@ class Computed:
 
     @property
     def held_bytes(self) -> int:
-        return sum([saved.num_bytes for saved in self._saved.values()])
+        held = sum([saved.num_bytes for saved in self._saved.values()])
+        return held if self._accumulation is None else held + self._accumulation.held_bytes()
 
     def begin(self, batch: Batch) -> None:
         assert not self._saved, "a step ended with activations held"
         if batch is not self._batch and _sizes(batch) != _sizes(self._batch):
             self._bytes.clear()
         self._batch = batch
+        self._left = self._num_microbatches or len(batch.tokens or batch.targets)
         self._sums = {}
         self._share = self._one / max(1, batch.num_targets)
 
@@ -131,7 +161,7 @@ class Computed:
         if key in self._measured:
             result = self._compute(microbatch, saved)
         else:
-            with weighing(without=self.stage.parameters()) as kept:
+            with weighing(without=self._resident) as kept:
                 result = self._compute(microbatch, saved)
             kept[source.untyped_storage().data_ptr()] = source.untyped_storage().nbytes()
             self._measured[key] = sum(kept.values())
@@ -140,33 +170,36 @@ class Computed:
 
     def _compute(self, microbatch: int, saved: Saved) -> Tensor:
         """Run the stage and note the ends of its graph. The output itself is not held: only its gradient is needed."""
-        stage, hidden = self.stage, saved.source
-        if stage.is_first:
-            hidden = stage.enter(self._batch.tokens[microbatch])
-            if self._split and hidden.requires_grad:
-                saved.entered = _edge(hidden)
-                hidden = saved.source = hidden.detach().requires_grad_()
-        assert hidden is not None, "only the first stage has no input"
-        result = stage.run(hidden)
+        stage, batch = self.stage, self._batch
+        x = batch.tokens[microbatch] if stage.is_first else saved.source
+        assert x is not None, "only the first stage has no input"
+
+        def entered(hidden: Tensor) -> Tensor:
+            if not (self._split and hidden.requires_grad):
+                return hidden
+            saved.entered, saved.source = _edge(hidden), hidden.detach().requires_grad_()
+            return saved.source
+
+        result = stage(x, batch.targets[microbatch] if stage.is_last else None, entered=entered)
         if stage.is_last:
-            result = stage.leave(result, self._batch.targets[microbatch])
             self._sums[microbatch] = result.detach()
-        elif result is hidden:  # a stage without blocks
-            result = hidden.view_as(hidden)
         if result.requires_grad:
             saved.output = _edge(result)
         return result
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        self._before_backward()
         saved = self._saved.pop(microbatch)
         torch.autograd.backward((_known(saved.output),), (self._start(gradient),))
+        result = None if saved.source is None else saved.source.grad
         if saved.entered is not None:  # only where a split order also has whole backwards
-            assert saved.source is not None
-            torch.autograd.backward((saved.entered,), (saved.source.grad,))
-            return None
-        return None if saved.source is None else saved.source.grad
+            torch.autograd.backward((saved.entered,), (result,))
+            result = None
+        self._after_backward()
+        return result
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        self._before_backward()
         saved = self._saved[microbatch]
         assert saved.source is not None, "an order with split backwards says so"
         result, saved.deferred = backward_input(_known(saved.output), self._start(gradient), saved.source)
@@ -188,6 +221,19 @@ class Computed:
         if saved.entered is not None:
             assert saved.source is not None
             torch.autograd.backward((saved.entered,), (saved.source.grad,))
+        self._after_backward()
+
+    def _before_backward(self) -> None:
+        if self._accumulation is not None:  # a split backward is over when its last weights are: later than any hook
+            self._accumulation.before_backward(is_last=self._left == 1 and not self._split)
+
+    def _after_backward(self) -> None:
+        self._left -= 1
+        if self._accumulation is not None and self._left == 0:
+            self._accumulation.finish(is_split=self._split)
+
+    def _resident(self) -> Iterable[Tensor]:
+        return self.stage.parameters() if self._accumulation is None else self._accumulation.resident()
 
 
 def _sizes(batch: Batch) -> list[int]:
@@ -195,14 +241,16 @@ def _sizes(batch: Batch) -> list[int]:
 
 
 @contextmanager
-def weighing(*, without: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """The storages that autograd keeps for a backward and their bytes, each once, without those that stay anyway."""
-    staying = {tensor.untyped_storage().data_ptr() for tensor in without}
+def weighing(*, without: Callable[[], Iterable[Tensor]]) -> Iterator[dict[int, int]]:
+    """The storages that autograd keeps for a backward and their bytes, each once, without those that stay anyway.
+
+    What stays is asked for with each of them: parameters that are gathered have other places every time.
+    """
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in staying:
+        if storage.data_ptr() not in {other.untyped_storage().data_ptr() for other in without()}:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output that its own node saved would keep the node alive, and the node it
 

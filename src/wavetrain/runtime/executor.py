@@ -8,7 +8,7 @@ it is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -68,6 +68,7 @@ class Instruction(NamedTuple):
     lane: str = "compute"
     position: int = -1  # in the rank's row
     awaited: str = ""  # the message's name, where it comes from another rank
+    source: int = -1  # that rank's number among all
 
 
 Before = Callable[[int, Action], None]  # (step, action): called before each action; faults are injected here
@@ -86,11 +87,14 @@ class Executor:
         *,
         progress: Progress | None = None,
         before: Before | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        """`rank` is the number in the pipeline, `ranks` says what number each of its ranks has among all."""
         complete = actions if actions.has_communication else add_communication(actions)
         self.rank, self.chunks = rank, chunks
         self.progress = progress or Progress(rank)
         self._transport, self._boundary, self._before = transport, boundary, before
+        self._ranks = ranks
         self._results: dict[Message, Tensor | None] = {}
         row = complete.ranks[rank]
         self._program = [self._instruction(action, complete.placement, at) for at, action in enumerate(row)]
@@ -176,7 +180,7 @@ class Executor:
             self.progress.computing(line.position, line.name)
             return None if line.uses is None else self._results.pop(line.uses)
         assert line.uses is not None
-        self.progress.waiting(line.awaited, line.peer, position=line.position, action=line.name)
+        self.progress.waiting(line.awaited, line.source, position=line.position, action=line.name)
         arrived = self._transport.wait(line.uses)
         self.progress.enter(Phase.COMPUTING)
         return arrived
@@ -223,7 +227,8 @@ class Executor:
         begins, ends = placement.is_first(stage), placement.is_last(stage)
         if not (begins if ahead else ends):
             uses, peer = Message(FORWARD if ahead else BACKWARD, stage, microbatch), placement.ranks[source]
-            line = line._replace(uses=uses, peer=peer, awaited=str(uses) if peer != self.rank else "")
+            line = line._replace(uses=uses, peer=peer, source=self._ranks[peer] if self._ranks else peer)
+            line = line._replace(awaited=str(uses) if peer != self.rank else "")
         if not (ends if ahead else begins):
             line = line._replace(makes=Message(FORWARD if ahead else BACKWARD, target, microbatch))
         return line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
@@ -54,13 +54,18 @@ class Stage(nn.Module):
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(exact, targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """What of entering, running and leaving applies to this stage."""
-        hidden = self.run(self.enter(x) if self.is_first else x)
-        if not self.is_last:
-            return hidden
-        assert targets is not None
-        return self.leave(hidden, targets)
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, *, entered: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """What of entering, running and leaving applies to this stage; `entered` may cut what was embedded."""
+        hidden = self.enter(x) if self.is_first else x
+        if self.is_first and entered is not None:
+            hidden = entered(hidden)
+        result = self.run(hidden)
+        if self.is_last:
+            assert targets is not None
+            return self.leave(result, targets)
+        return hidden.view_as(hidden) if result is hidden else result  # a stage without blocks
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, under the model's own name."""

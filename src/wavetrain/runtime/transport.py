@@ -9,7 +9,7 @@ one process, for tests and for looking at a schedule without any process group.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -58,14 +58,15 @@ Route = Callable[[Message, int, int], tuple[dist.ProcessGroup | None, int]]  # m
 class Grouped:
     """Over process groups; the route says in which group and under which tag a message travels."""
 
-    def __init__(self, rank: int, route: Route) -> None:
-        self._rank, self._route = rank, route
+    def __init__(self, rank: int, route: Route, *, ranks: Sequence[int] | None = None) -> None:
+        """`ranks` are those of the process group, by their number in the pipeline; the same if not given."""
+        self._rank, self._route, self._ranks = rank, route, ranks
         self._expected: dict[Message, tuple[dist.Work, Tensor]] = {}
         self._leaving: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it has left
 
     def post(self, message: Message, source: int, buffer: Tensor) -> None:
         group, tag = self._route(message, source, self._rank)
-        work = dist.irecv(buffer, source, group=group, tag=tag)
+        work = dist.irecv(buffer, self._among_all(source), group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._expected[message] = work, buffer
 
@@ -77,7 +78,7 @@ class Grouped:
     def send(self, message: Message, target: int, tensor: Tensor) -> None:
         group, tag = self._route(message, self._rank, target)
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, target, group=group, tag=tag)
+        work = dist.isend(tensor, self._among_all(target), group=group, tag=tag)
         assert work is not None, "both ranks are in the group"
         self._leaving.append((work, tensor))
 
@@ -85,6 +86,9 @@ class Grouped:
         for work, _ in self._leaving:
             work.wait()
         self._leaving.clear()
+
+    def _among_all(self, rank: int) -> int:
+        return rank if self._ranks is None else self._ranks[rank]
 
 
 def tagged(num_stages: int, num_microbatches: int, group: dist.ProcessGroup | None = None) -> Route:
