@@ -135,11 +135,16 @@ def test_bad_options_are_explained(run: Run, tmp_path: Path, options: list[str],
 
 
 def test_layouts_that_the_runtime_does_not_run_are_refused(run: Run, tmp_path: Path) -> None:
-    plan = small_plan(recompute="selective")
+    plan = small_plan(schedule="zb-h1", recompute="selective")
     ran = run("train", plan_file(tmp_path, plan), "--local", "2")
     assert ran.code == 2
     assert "recompute" in ran.err
     assert "possible: none, full" in ran.err
+    plan = small_plan()
+    plan = replace(plan, layout=replace(plan.layout, pp=1, cp=2, schedule="1f1b"), cut=(8,))
+    ran = run("train", plan_file(tmp_path, plan), "--local", "2")
+    assert ran.code == 2
+    assert "layout.cp" in ran.err
 
 
 def test_full_recomputation_gives_the_same_losses(run: Run, tmp_path: Path) -> None:

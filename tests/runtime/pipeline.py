@@ -16,7 +16,7 @@ from wavetrain.runtime.chunk import Batch, Computed
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.hf import parts_of_config
 from wavetrain.runtime.parts import Parts
-from wavetrain.runtime.shared import add_shared, groups_of
+from wavetrain.runtime.shared import WholeGradients, add_shared, groups_of
 from wavetrain.runtime.stages import IGNORED, Stage, cut_into_stages, materialize
 from wavetrain.runtime.transformer import parts_of
 from wavetrain.runtime.transport import Mailbox, Post, Transport
@@ -110,7 +110,8 @@ def run_rank(case: Case, rank: int, transport: Transport, wrap: Wrap | None = No
         wrap(executor)
     moments = executor.step(case.batch)
     if training:
-        add_shared(shared_groups(case), stages, actions.placement, rank, transport)
+        gradients = {number: WholeGradients(stage) for number, stage in stages.items()}
+        add_shared(shared_groups(case), gradients, actions.placement, rank, transport)
     result = Result(moments={rank: moments})
     for number, chunk in chunks.items():
         result.losses |= chunk.losses

@@ -8,11 +8,12 @@ from wavetrain.model import load_model
 from wavetrain.plan import Plan, Request, plan_of
 
 
-def small_model(*, blocks=8, family="gpt", hidden=32, heads=4, vocab=61, seq_len=16, tied=False):
+def small_model(*, blocks=8, family="gpt", hidden=32, heads=4, vocab=61, seq_len=16, tied=False, **more):
     text = (
         f"family: {family}\nlayers: {blocks}\nhidden: {hidden}\nheads: {heads}\nffn: {2 * hidden}\nvocab: {vocab}\n"
         f"seq_len: {seq_len}\ntied: {str(tied).lower()}\n"
     )
+    text += "".join(f"{key}: {value}\n" for key, value in more.items())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "small.yaml"
         file.write_text(text)

@@ -23,14 +23,12 @@ from wavetrain.runtime.learn import (
     clip,
     decay_groups,
     global_norm,
-    held_gradients,
     learning_rate,
-    once,
     optimizer_of,
     set_learning_rate,
     sum_of_squares,
 )
-from wavetrain.runtime.shared import add_shared, groups_of
+from wavetrain.runtime.shared import WholeGradients, add_shared, groups_of
 from wavetrain.runtime.stages import cut_into_stages, materialize
 from wavetrain.runtime.transformer import parts_of
 
@@ -112,12 +110,6 @@ def test_the_optimizer_takes_steps_at_the_rate_it_is_told():
     optimizer.step()
     assert torch.equal(weight, torch.full((2, 2), 1 - 0.1 * 0.5))
     assert torch.equal(bias, torch.ones(2))
-
-
-def test_tied_parameters_are_one_and_empty_shards_are_not():
-    weight = torch.ones(2, 2)
-    named = [("wte", weight), ("a", torch.empty(0)), ("b", torch.empty(0, 3)), ("head", weight.view(2, 2))]
-    assert list(once(named)) == ["wte", "a", "b"]
 
 
 # --- the global norm ---
@@ -263,27 +255,6 @@ def test_one_gradient_under_two_names_is_scaled_once():
     assert torch.equal(shared, torch.full((4,), 0.5))
 
 
-def test_of_what_stages_share_the_first_holder_counts():
-    def stage(**named):
-        for parameter in named.values():
-            parameter.grad = torch.ones_like(parameter)
-        return SimpleNamespace(named=lambda: iter(named.items()))
-
-    def parameter():
-        return torch.nn.Parameter(torch.zeros(2, 2))
-
-    stages = {0: stage(wte=parameter(), a=parameter()), 1: stage(b=parameter(), head=parameter())}
-    placement = SimpleNamespace(num_stages=2, depth=2)
-    groups = groups_of({0: ["wte", "a"], 1: ["b", "head"]}, {"head": "wte"}, placement)
-    held = held_gradients(stages, groups)
-    assert [(item.name, item.counts) for item in held] == [("wte", True), ("a", True), ("b", True), ("wte", False)]
-    assert not any(item.counts for item in held_gradients(stages, groups, replica=1))
-    alone = [held_gradients({number: stages[number]}, groups) for number in stages]
-    assert on_ranks(alone, names=["a", "b", "wte"], most=1e9) == [global_norm(held, names=["a", "b", "wte"])] * 2
-    stages[1] = SimpleNamespace(named=lambda: iter([("frozen", parameter())]))
-    assert [item.name for item in held_gradients(stages, groups)] == ["wte", "a"]
-
-
 # --- all of it, on a text ---
 
 
@@ -295,7 +266,8 @@ def learn(parts, cut, path, *, steps):
     placement = SimpleNamespace(num_stages=len(cut), depth=len(cut), ranks=[0] * len(cut))
     groups = groups_of({n: [name for name, _ in s.named()] for n, s in stages.items()}, parts.ties, placement)
     names = sorted({parts.ties.get(name, name) for name, _ in parts.named()})
-    optimizer = optimizer_of(once(pair for stage in stages.values() for pair in stage.named()), AdamW())
+    parameters = {p.data_ptr(): (name, p) for stage in stages.values() for name, p in stage.named()}  # tied ones once
+    optimizer = optimizer_of(dict(parameters.values()), AdamW())
     rate = Rate(peak=1e-2, schedule="cosine", warmup=3, steps=steps)
     dataset = open_dataset(path, vocab=parts.vocab, seq_len=16)
     sampling = Sampling(seed=1, seq_len=16, global_batch=8)
@@ -311,8 +283,13 @@ def learn(parts, cut, path, *, steps):
             passed = None
             for chunk in reversed(chunks):
                 passed = chunk.backward(m, passed)
-        add_shared(groups, stages, placement, 0, SimpleNamespace(finish=lambda: None))
-        norm = clip(held_gradients(stages, groups), names=names, most=0.5)
+        gradients = {number: WholeGradients(stage) for number, stage in stages.items()}
+        add_shared(groups, gradients, placement, 0, SimpleNamespace(finish=lambda: None))
+        pairs = [(parts.ties.get(name, name), p.grad) for stage in stages.values() for name, p in stage.named()]
+        held = [
+            Held(name, g, counts=all(name != other for other, _ in pairs[:at])) for at, (name, g) in enumerate(pairs)
+        ]
+        norm = clip(held, names=names, most=0.5)
         set_learning_rate(optimizer, learning_rate(rate, step=step))
         optimizer.step()
         for stage in stages.values():

@@ -74,8 +74,8 @@ class Accumulation(Protocol):
     def before_backward(self, *, is_last: bool) -> None:
         """The next backward gives a microbatch's gradients; those of the last one may be added over ranks at once."""
 
-    def finish(self, *, is_split: bool) -> None:
-        """All gradients of the step are there; with a split backward none of them has been added over ranks yet."""
+    def after_backward(self, *, is_last: bool, is_split: bool) -> None:
+        """A backward is over, its weights' part included; with a split one nothing was added over ranks so far."""
 
     def held_bytes(self) -> int:
         """Parameters that are gathered at this moment."""
@@ -180,7 +180,7 @@ class Computed:
             saved.entered, saved.source = _edge(hidden), hidden.detach().requires_grad_()
             return saved.source
 
-        result = stage(x, batch.targets[microbatch] if stage.is_last else None, entered=entered)
+        result: Tensor = stage(x, batch.targets[microbatch] if stage.is_last else None, entered=entered)
         if stage.is_last:
             self._sums[microbatch] = result.detach()
         if result.requires_grad:
@@ -229,8 +229,8 @@ class Computed:
 
     def _after_backward(self) -> None:
         self._left -= 1
-        if self._accumulation is not None and self._left == 0:
-            self._accumulation.finish(is_split=self._split)
+        if self._accumulation is not None:
+            self._accumulation.after_backward(is_last=self._left == 0, is_split=self._split)
 
     def _resident(self) -> Iterable[Tensor]:
         return self.stage.parameters() if self._accumulation is None else self._accumulation.resident()

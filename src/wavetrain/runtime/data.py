@@ -202,6 +202,27 @@ def sample(dataset: Dataset, sampling: Sampling, *, step: int, index: int) -> Sa
     return Sample(several.tokens[0], several.targets[0])
 
 
+def counting(
+    sampling: Sampling, *, vocab: int, step: int, microbatch: int, replica: int = 0, replicas: int = 1
+) -> Batch:
+    """The same without a file: sequences that can be learnt. Each counts on by a stride of its own from anywhere."""
+    generator = torch.Generator().manual_seed((sampling.seed << 32) + step)
+    size, length = (sampling.global_batch, 1), sampling.seq_len
+    first, stride = torch.randint(vocab, size, generator=generator), torch.randint(1, 4, size, generator=generator)
+    sequences = (first + stride * torch.arange(length + 1)) % vocab
+    if sampling.head == "causal":
+        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+    else:
+        hidden = torch.rand(size[0], length, generator=generator) < MASKED
+        hidden[:, 0] = True  # a sample without a target would teach nothing
+        tokens, targets = sequences[:, :-1].masked_fill(hidden, 0), sequences[:, :-1].masked_fill(~hidden, IGNORED)
+    mine = slice(*(size[0] // replicas * number for number in (replica, replica + 1)))
+    pieces = [
+        dict(enumerate(t.contiguous() for t in torch.split(whole[mine], microbatch))) for whole in (tokens, targets)
+    ]
+    return Batch(pieces[0], pieces[1], int((targets != IGNORED).sum()))
+
+
 def microbatches(
     dataset: Dataset, sampling: Sampling, *, step: int, microbatch: int, replica: int = 0, replicas: int = 1
 ) -> Batch:

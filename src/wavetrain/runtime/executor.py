@@ -8,7 +8,7 @@ it is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -45,10 +45,14 @@ class Boundary:
     shapes: Mapping[int, tuple[int, ...]]  # by microbatch
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    ranks: tuple[int, ...] = ()  # of the pipeline, by their numbers among all; none: it is all there is
 
     @property
     def most_bytes(self) -> int:
         return max(map(prod, self.shapes.values())) * self.dtype.itemsize
+
+    def rank_of(self, stage_rank: int) -> int:
+        return self.ranks[stage_rank] if self.ranks else stage_rank
 
     def buffer(self, microbatch: int) -> Tensor:
         return torch.empty(self.shapes[microbatch], dtype=self.dtype, device=self.device)
@@ -87,14 +91,12 @@ class Executor:
         *,
         progress: Progress | None = None,
         before: Before | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> None:
-        """`rank` is the number in the pipeline, `ranks` says what number each of its ranks has among all."""
+        """`rank` is the number in the pipeline."""
         complete = actions if actions.has_communication else add_communication(actions)
         self.rank, self.chunks = rank, chunks
         self.progress = progress or Progress(rank)
         self._transport, self._boundary, self._before = transport, boundary, before
-        self._ranks = ranks
         self._results: dict[Message, Tensor | None] = {}
         row = complete.ranks[rank]
         self._program = [self._instruction(action, complete.placement, at) for at, action in enumerate(row)]
@@ -227,8 +229,8 @@ class Executor:
         begins, ends = placement.is_first(stage), placement.is_last(stage)
         if not (begins if ahead else ends):
             uses, peer = Message(FORWARD if ahead else BACKWARD, stage, microbatch), placement.ranks[source]
-            line = line._replace(uses=uses, peer=peer, source=self._ranks[peer] if self._ranks else peer)
-            line = line._replace(awaited=str(uses) if peer != self.rank else "")
+            awaited = str(uses) if peer != self.rank else ""
+            line = line._replace(uses=uses, peer=peer, awaited=awaited, source=self._boundary.rank_of(peer))
         if not (ends if ahead else begins):
             line = line._replace(makes=Message(FORWARD if ahead else BACKWARD, target, microbatch))
         return line

@@ -90,11 +90,15 @@ def _part(module: nn.Module, owners: Mapping[int, str]) -> Part:
 
 
 class Surroundings(nn.Module):
-    """Positions, mask and rotary angles for hidden states of one shape; all blocks of a stage share them."""
+    """Positions, mask and rotary angles for hidden states of one shape; all blocks of a stage share them.
+
+    Where hidden states are cut along the sequence, `sequence_parts` says into how many: these are for all of it.
+    """
 
     def __init__(self, config: Any, *, mask: str, rotary: nn.Module | None = None, positions: bool = True) -> None:
         super().__init__()
         self.config, self.mask, self.rotary, self.positions = config, mask, rotary, positions
+        self.sequence_parts = 1
         self._key: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self._made: dict[str, Any] = {}
 
@@ -102,7 +106,9 @@ class Surroundings(nn.Module):
         """The arguments of a layer beside the hidden states."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         if key != self._key:
-            self._key, self._made = key, self._make(hidden.detach())
+            batch, length, width = hidden.shape
+            whole = hidden.new_zeros(()).expand(batch, length * self.sequence_parts, width)
+            self._key, self._made = key, self._make(whole)
         return self._made
 
     def _make(self, hidden: Tensor) -> dict[str, Any]:

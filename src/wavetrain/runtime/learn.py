@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from wavetrain.base.errors import InputError, Problem, RunError, nearest
-from wavetrain.runtime.shared import Group, Holder
-from wavetrain.runtime.stages import Stage
 
 ROW = 1 << 12  # squares added by one thread, whatever the number of threads
 BLOCK = ROW << 6  # elements held in float64 at a time: 2 MiB, which stay in a cache (8 MiB took 7 times as long)
@@ -101,15 +99,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def once(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Every parameter once, under its first name; tied ones that share their values are one."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in named:
-        place = parameter.data_ptr() if parameter.numel() else id(parameter)  # empty shards are all at 0
-        found.setdefault(place, (name, parameter))
-    return dict(found.values())
-
-
 # --- the global norm ---
 
 
@@ -119,17 +108,6 @@ class Held(NamedTuple):
     name: str
     gradient: Tensor
     counts: bool = True
-
-
-def held_gradients(stages: Mapping[int, Stage], groups: Sequence[Group], *, replica: int = 0) -> list[Held]:
-    """A rank's gradients: of what stages share the first holder counts, of replicas the first one."""
-    first: dict[Holder, Holder] = {holder: group.holders[0] for group in groups for holder in group.holders}
-    return [
-        Held(first.get(here, here).name, parameter.grad, counts=replica == 0 and first.get(here, here) == here)
-        for stage, module in sorted(stages.items())
-        for here, parameter in ((Holder(stage, name), parameter) for name, parameter in module.named())
-        if parameter.grad is not None
-    ]
 
 
 def clip(

@@ -213,8 +213,13 @@ def environment() -> dict[str, Any]:
         "num_usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "num_threads": torch.get_num_threads(),
-        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "accelerators": accelerators(),
     }
+
+
+def accelerators() -> list[str]:
+    """The names of this machine's."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def write_environment(directory: Path) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,27 @@ class Group:
     holders: tuple[Holder, ...]
 
 
+class Gradients(Protocol):
+    """The gradients of one stage, by the model's own names; alike wherever a parameter is."""
+
+    def get(self, name: str) -> Tensor | None: ...
+
+    def put(self, name: str, total: Tensor) -> None: ...
+
+
+class WholeGradients:
+    """Of a stage whose parameters are whole."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._parameters = dict(stage.named())
+
+    def get(self, name: str) -> Tensor | None:
+        return self._parameters[name].grad
+
+    def put(self, name: str, total: Tensor) -> None:
+        self._parameters[name].grad = total.clone()
+
+
 def groups_of(names: Mapping[int, Sequence[str]], ties: Mapping[str, str], placement: Placement) -> tuple[Group, ...]:
     """What is shared, from every stage's parameter names and what is tied to what; the same on all ranks."""
     found: dict[str, list[Holder]] = {}
@@ -44,46 +65,39 @@ def groups_of(names: Mapping[int, Sequence[str]], ties: Mapping[str, str], place
 
 
 def add_shared(
-    groups: Sequence[Group], stages: Mapping[int, Stage], placement: Placement, rank: int, transport: Transport
+    groups: Sequence[Group], stages: Mapping[int, Gradients], placement: Placement, rank: int, transport: Transport
 ) -> None:
-    """Give all holders of each group the sum of their gradients."""
-    parameters = {stage: dict(module.named()) for stage, module in stages.items()}
-    mine = [group for group in groups if _is_used(group, parameters)]
+    """Give all holders of each group the sum of their gradients; `stages` are this rank's."""
+    own = {h: stages[h.stage].get(h.name) for group in groups for h in group.holders if h.stage in stages}
+    # What a model does not use (an untied BERT's bias) has no gradient anywhere.
+    mine = [group for group in groups if any(own.get(holder) is not None for holder in group.holders)]
     awaited = []
     for group in mine:
-        own = {h: parameters[h.stage][h.name] for h in group.holders if h.stage in stages}
-        like = next(iter(own.values()))
+        here = {holder: _known(own[holder]) for holder in group.holders if holder in own}
+        like = next(iter(here.values()))
         for stage, name in group.holders:
             if stage not in stages:
                 message = Message(GRADIENT, stage, group.number)
                 transport.post(message, placement.ranks[stage], torch.empty_like(like))
                 awaited.append((Holder(stage, name), message))
         ranks = {placement.ranks[holder.stage] for holder in group.holders} - {rank}
-        for holder, parameter in own.items():
+        for holder, gradient in here.items():
             for other in sorted(ranks):
-                transport.send(Message(GRADIENT, holder.stage, group.number), other, _gradient(parameter))
+                transport.send(Message(GRADIENT, holder.stage, group.number), other, gradient)
     arrived = {(holder, message.microbatch): transport.wait(message) for holder, message in awaited}
     transport.finish()
     for group in mine:
-        local = [parameters[h.stage][h.name] if h.stage in stages else None for h in group.holders]
         gradients = [
-            arrived[holder, group.number] if parameter is None else _gradient(parameter)
-            for holder, parameter in zip(group.holders, local, strict=True)
+            _known(own[holder]) if holder in own else arrived[holder, group.number] for holder in group.holders
         ]
         total = gradients[0].clone()
         for gradient in gradients[1:]:
             total += gradient
-        for mine_too in local:
-            if mine_too is not None:
-                mine_too.grad = total.clone()
+        for holder in group.holders:
+            if holder in own:
+                stages[holder.stage].put(holder.name, total)
 
 
-def _is_used(group: Group, parameters: Mapping[int, Mapping[str, Tensor]]) -> bool:
-    """Whether this rank has a gradient to share; what a model does not use (an untied BERT's bias) has none."""
-    own = (parameters[stage][name] for stage, name in group.holders if stage in parameters)
-    return any(parameter.grad is not None for parameter in own)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "the gradients are shared after the last microbatch"
-    return parameter.grad
+def _known(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None, "the gradients are shared after the last microbatch"
+    return gradient

@@ -14,6 +14,11 @@ from wavetrain.runtime.parts import Part, Parts, copied
 IGNORED = -100  # a target that counts for nothing
 
 
+def sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropy over all targets that count."""
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+
+
 class Stage(nn.Module):
     """Some blocks of a model, after its embedding if first and before its head if last.
 
@@ -33,6 +38,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(part.module for part in self.members[len(embedding) : len(embedding) + len(blocks)])
         self.head = head[0].module if self.is_last else None
         self.parts = parts
+        self.loss: Callable[[Tensor, Tensor], Tensor] = sum_of_losses
         self.dtype = self.boundary_dtype = torch.float32  # of parameters and arithmetic; of what is handed over
 
     def enter(self, tokens: Tensor) -> Tensor:
@@ -52,7 +58,7 @@ class Stage(nn.Module):
         assert self.head is not None
         logits = self.head(hidden.to(self.dtype)).flatten(0, 1)
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(exact, targets.flatten(), reduction="sum", ignore_index=IGNORED)
+        return self.loss(exact, targets.flatten())
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, *, entered: Callable[[Tensor], Tensor] | None = None
@@ -71,6 +77,12 @@ class Stage(nn.Module):
         """Every parameter once, under the model's own name."""
         for part in self.members:
             yield from part.named()
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Where each member is in this module."""
+        first, last = ["embedding"] * self.is_first, ["head"] * self.is_last
+        return (*first, *(f"blocks.{number}" for number in range(len(self.blocks))), *last)
 
 
 def cut_into_stages(parts: Parts, cut: Sequence[int], wanted: Iterable[int]) -> dict[int, Stage]:
@@ -108,7 +120,9 @@ def materialize(
         for part in stage.members:
             for owned, parameter in list(part.named()):
                 name = ties.get(owned, owned)
-                if (stage.chain, name) not in made:
+                if (stage.chain, name) not in made and not parameter.is_meta:  # a user's module has its values
+                    made[stage.chain, name] = parameter.detach().to(device, dtype)
+                elif (stage.chain, name) not in made:
                     shape = tuple(parameter.shape)
                     drawn = distribution(name, shape, num_layers=num_layers, std=std)
                     values = initial(name, shape, seed=seed, drawn=drawn, dtype=dtype, device=device)

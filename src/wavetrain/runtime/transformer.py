@@ -202,10 +202,14 @@ class Attention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary.turn(q, k)
+        return self.out(self.core(q, k, v))  # type: ignore[no-any-return]
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Scores, softmax and values, between the projections: what selective recomputation computes again."""
         mask = self._window_mask(q)
         causal = self.causal and mask is None
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.grouped)
-        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return mixed.transpose(1, 2).flatten(2)
 
     def _separate(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q(hidden), self.k(hidden), self.v(hidden)

@@ -1,0 +1,227 @@
+"""`parallelize` beside what PyTorch has for the same: replicated beside DistributedDataParallel, sharded beside FSDP2.
+
+Every rank is a process with one thread; compute and messages (gloo) are real, in float32. A step is forward, backward
+and the reduction of gradients, without an optimizer. Both sides have the same modules, values and data, and alternate
+step by step in the same processes; a step's time is the latest rank's end minus a common start. What counts is the
+ratio of medians: other work on the machine slows both. Gradients are compared at the end.
+
+    python benchmarks/parallelize.py [--ranks 2] [--repeats 15] [--microbatches 1,4] [--hidden 512] [--seq-len 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from wavetrain.base.units import DType
+from wavetrain.cluster import load_cluster
+from wavetrain.model import Architecture
+from wavetrain.model.architecture import Stretch
+from wavetrain.model.transformer import build
+from wavetrain.plan import Choice, Layout, OperatorChoice, Plan, Precision
+from wavetrain.runtime.chunk import wait_until
+from wavetrain.runtime.launch import run_local
+from wavetrain.runtime.sharded import parallelize, run_step, whole_gradients
+from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
+from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.world import World, gloo_group
+
+BLOCKS, VOCAB = 6, 8000
+ASKED = 1.03  # of PyTorch's step at most
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    kind: str
+    ranks: int
+    microbatches: int
+    hidden: int
+    seq_len: int
+    repeats: int
+
+    @property
+    def plan(self) -> Plan:
+        """Everything alike; sharded ends are kept, as FSDP2 keeps what its root has."""
+        architecture = Architecture(
+            family="llama",
+            layers=(Stretch(BLOCKS),),
+            hidden=self.hidden,
+            heads=8,
+            kv_heads=8,
+            head_dim=self.hidden // 8,
+            ffn=self.hidden * 11 // 4,
+            vocab=VOCAB,
+            seq_len=self.seq_len,
+        )
+        sharded = self.kind == "sharded"
+        ends = Choice(self.ranks, keep=True)
+        return Plan(
+            model=build(architecture, name="small"),
+            cluster=load_cluster("dgx-h100:1").part(self.ranks),
+            layout=Layout(global_batch=2 * self.ranks * self.microbatches, microbatch=2, dp=self.ranks),
+            cut=(BLOCKS,),
+            seq_len=self.seq_len,
+            choice=Choice(self.ranks if sharded else 1),
+            choices=tuple(OperatorChoice(layer, "*", ends) for layer in ("embedding", "head")) if sharded else (),
+            precision=Precision(compute=DType.FP32, products=DType.FP32),
+        )
+
+
+Step = Callable[[], object]
+Gradients = Callable[[], dict[str, Tensor]]  # in full, by path
+Batches = Sequence[tuple[Tensor, Tensor]]
+
+
+def stage_of(plan: Plan) -> Stage:
+    stages = cut_into_stages(parts_of(plan.model), plan.cut, [0])
+    materialize(stages, seed=0)
+    return stages[0]
+
+
+def ours(plan: Plan, world: World, batches: Batches) -> tuple[Step, Gradients]:
+    sharded = parallelize(stage_of(plan), plan, world)
+    module = sharded.module
+
+    def step() -> None:
+        module.zero_grad()
+        run_step(sharded, [lambda pair=pair: module(*pair) for pair in batches])
+
+    paths = {name: pieces.paths[0] for name, pieces in sharded.pieces.items()}
+    return step, lambda: {paths[name]: found for name, found in whole_gradients(sharded).items()}
+
+
+def replicated(plan: Plan, _world: World, batches: Batches) -> tuple[Step, Gradients]:
+    stage = stage_of(plan)
+    module = DistributedDataParallel(stage)
+
+    def step() -> None:
+        module.zero_grad()
+        for number, pair in enumerate(batches):
+            with nullcontext() if number == len(batches) - 1 else module.no_sync():
+                module(*pair).backward()
+
+    ranks = plan.layout.dp  # it has divided by them
+    return step, lambda: {path: p.grad * ranks for path, p in stage.named_parameters()}
+
+
+def sharded(plan: Plan, _world: World, batches: Batches) -> tuple[Step, Gradients]:
+    stage = stage_of(plan)
+    for module in (*stage.blocks, stage):
+        fully_shard(module)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    def step() -> None:
+        stage.zero_grad()
+        for number, pair in enumerate(batches):
+            stage.set_requires_gradient_sync(number == len(batches) - 1)
+            stage(*pair).backward()
+
+    return step, lambda: {path: p.grad.full_tensor() for path, p in stage.named_parameters()}
+
+
+THEIRS = {"replicated": replicated, "sharded": sharded}
+NAMES = {"replicated": "DistributedDataParallel", "sharded": "fully_shard"}
+
+
+def timed(step: Step) -> float:
+    """Seconds from a common start to the end of the last rank."""
+    start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    wait_until(start.item())
+    step()
+    took = torch.tensor([time.monotonic() - start.item()], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def measure(setting: Setting, world: World) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # a root without a gradient for its input
+    plan = setting.plan
+    generator = torch.Generator().manual_seed(world.rank)
+    shape = (setting.microbatches, 2, 2, setting.seq_len)
+    batches = [(tokens, targets) for tokens, targets in torch.randint(VOCAB, shape, generator=generator)]
+    both = {name: make(plan, world, batches) for name, make in (("ours", ours), ("torch", THEIRS[setting.kind]))}
+    found: dict[str, list[float]] = {name: [] for name in both}
+    for repeat in range(setting.repeats + 2):
+        order = list(both) if repeat % 2 else list(reversed(both))
+        for name in order:
+            world.progress.computing(repeat, name)
+            seconds = timed(both[name][0])
+            if repeat > 1:  # the first two warm up
+                found[name].append(seconds)
+    compare(*(gradients() for _, gradients in both.values()))
+    return found
+
+
+def compare(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Both sides computed the same, up to the order of sums in float32."""
+    if own.keys() != other.keys():
+        raise AssertionError(f"gradients of {own.keys() ^ other.keys()}")
+    for path, gradient in other.items():
+        torch.testing.assert_close(own[path], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=path)
+
+
+def run(setting: Setting) -> dict[str, list[float]]:
+    def work(world: World) -> None:
+        with gloo_group(world, timeout_s=120):
+            found = measure(setting, world)
+        if world.rank == 0:
+            world.give(json.dumps(found).encode())
+
+    outcome = run_local(work, setting.ranks)
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return json.loads(outcome.results[0])
+
+
+HEAD = "| kind | beside | ranks | microbatches | parameters | PyTorch ms | ours ms | ratio | of the least | asked |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--microbatches", default="1,4")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--only", default=",".join(THEIRS))
+    given = parser.parse_args()
+    print(f"{HEAD}\n|{'---|' * 10}", flush=True)
+    for kind in given.only.split(","):
+        for count in map(int, given.microbatches.split(",")):
+            report(Setting(kind, given.ranks, count, given.hidden, given.seq_len, given.repeats))
+
+
+def report(setting: Setting) -> None:
+    """Medians and their ratio, and that of the least times, which other work on the machine has lengthened least."""
+    found = run(setting)
+    median = {name: statistics.median(seconds) for name, seconds in found.items()}
+    cells = [setting.kind, NAMES[setting.kind], f"{setting.ranks}", f"{setting.microbatches}"]
+    cells += [f"{setting.plan.model.num_parameters / 1e6:.1f} M"]
+    cells += [f"{median[name] * 1e3:.0f}" for name in ("torch", "ours")]
+    least = min(found["ours"]) / min(found["torch"])
+    cells += [f"{median['ours'] / median['torch']:.3f}", f"{least:.3f}", f"{ASKED}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

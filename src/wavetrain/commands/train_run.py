@@ -1,0 +1,198 @@
+"""A run from its plan to its document: the job, its ranks, what happened beside what was predicted, the files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wavetrain.base.errors import InputError, Problem
+from wavetrain.commands.shared import write
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from wavetrain.plan import Plan
+    from wavetrain.runtime.job import Job
+    from wavetrain.runtime.trainer import RankRecord
+    from wavetrain.schedule import Actions
+    from wavetrain.trace.timeline import Timeline
+
+
+def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
+    """What the ranks need to know, predictions included; `more` is what `Job` has beside them."""
+    from wavetrain.runtime.chunk import Durations
+    from wavetrain.runtime.job import Job
+    from wavetrain.runtime.recompute import check_recompute, chosen_operators
+    from wavetrain.schedule import add_communication, add_recomputation
+    from wavetrain.sim.predict import simulate, step_flops, to_run
+
+    actions, times = to_run(plan)
+    if not emulate:
+        check_recompute(plan, is_split=actions.is_split)
+        if actions.is_split and any(chosen_operators(plan)):  # otherwise blocks do it themselves
+            actions = add_recomputation(actions, range(actions.placement.num_stages))
+    return Job(
+        plan=plan,
+        actions=add_communication(actions),
+        emulated=tuple(Durations(t.f, t.i, t.w) for t in times) if emulate else None,
+        step_s=simulate(plan).step_s,
+        step_flops=step_flops(plan)[0],
+        peak_flops=known_peak(plan),
+        **more,
+    )
+
+
+def known_peak(plan: Plan) -> float | None:
+    """FLOPs per second of all devices of a plan, if they are those of this machine."""
+    from wavetrain.runtime.logs import accelerators
+
+    device = plan.cluster.groups[0].node.device
+    words = device.name.lower().replace("-", " ").split()
+    if not any(words[0] in name.lower() for name in accelerators()):
+        return None
+    rate = device.peak.known().get(plan.precision.compute.value)
+    return None if rate is None else rate * plan.layout.num_devices
+
+
+def run(job: Job, local: int | None, limits: Any, output: Path | None) -> dict[str, Any] | None:
+    """The document of a run that ended well, on the rank or in the process that is to show it."""
+    from wavetrain.runtime.launch import run_local, run_rank
+    from wavetrain.runtime.trainer import train as train_rank
+    from wavetrain.runtime.world import World, place_from_environment
+
+    made: dict[str, Any] = {}
+
+    def work(world: World) -> None:
+        records = train_rank(job, world)
+        if world.rank == 0:
+            made.update(_document(job, records, output))
+            world.give(json.dumps(made).encode())
+
+    ranks = job.num_ranks
+    place = None if local is not None else place_from_environment(os.environ)
+    given = local if local is not None else place.size if place else None
+    if given is None:
+        rule, remedy = "missing, and neither torchrun nor Slurm has started this process", f"--local {ranks}"
+        raise InputError(Problem(where="--local", rule=rule, remedy=remedy))
+    if given != ranks:
+        rule = f"{given}: the plan runs on {ranks} ranks"
+        raise InputError(Problem(where="--local" if local else "WORLD_SIZE", rule=rule, legal=(str(ranks),)))
+    if place is not None:
+        code = run_rank(work, place, limits=limits, actions=rows_of(job), report_dir=output)
+    else:
+        outcome = run_local(work, ranks, limits=limits, actions=rows_of(job), report_dir=output)
+        code = outcome.exit_code
+        made.update(json.loads(outcome.results[0] or b"{}"))
+    if code:
+        raise SystemExit(code)
+    return made or None
+
+
+def rows_of(job: Job) -> Actions:
+    """What every rank of a run does, replicas and parts included."""
+    from wavetrain.runtime.grid import place_of
+    from wavetrain.schedule import Actions
+
+    if job.emulated:
+        return job.actions
+    places = (place_of(job.plan.layout, rank) for rank in range(job.num_ranks))
+    return Actions(tuple(job.actions.ranks[stage_rank] for _, stage_rank, _ in places))
+
+
+def first_pipeline(job: Job, records: Mapping[int, RankRecord]) -> dict[int, RankRecord]:
+    """What the first replica's first parts have recorded, by their rank in the pipeline."""
+    from wavetrain.runtime.grid import place_of
+
+    if job.emulated:
+        return dict(records)
+    places = {rank: place_of(job.plan.layout, rank) for rank in records}
+    return {stage_rank: records[rank] for rank, (replica, stage_rank, part) in places.items() if not replica + part}
+
+
+def _timeline(records: Mapping[int, RankRecord]) -> Timeline:
+    from wavetrain.runtime.record import timeline_of
+
+    moments = {rank: record.moments for rank, record in records.items()}
+    return timeline_of(moments, static_bytes={rank: record.static_bytes for rank, record in records.items()})
+
+
+def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) -> dict[str, Any]:
+    """What happened, beside what was predicted; the files of the run where they are wanted."""
+    from wavetrain.base.codec import dumps
+    from wavetrain.sim.predict import simulate
+    from wavetrain.sim.replay import idle_share, replay
+    from wavetrain.trace.chrome import write_chrome
+
+    measured = _timeline(first_pipeline(job, records))
+    predicted, ideal = simulate(job.plan), replay(job.actions, measured)
+    seconds = step_seconds([record.step_ends_s for record in records.values()]) or measured.duration_s
+    tokens = job.plan.layout.global_batch * job.plan.seq_len
+    document = {
+        "schema": "wavetrain.train/1",
+        "ranks": len(records),
+        "steps": job.steps,
+        "emulated": job.emulated is not None,
+        "step_s": seconds,
+        "timeline_s": measured.duration_s,
+        "tokens_per_s": tokens / seconds,
+        "losses": records[0].losses,
+        "gradient_norms": records[0].gradient_norms,
+        "mfu": job.step_flops / seconds / job.peak_flops if job.peak_flops else None,
+        "bubble_fraction": idle_share(measured),
+        "peak_bytes": [record.peak_bytes for record in records.values()],
+        "predicted": {
+            "step_s": pipeline_seconds(job) or predicted.step_s,
+            "bubble_fraction": predicted.bubble_fraction,
+        },
+        "replayed": {"step_s": ideal.duration_s, "bubble_fraction": idle_share(ideal)},
+        "files": [],
+    }
+    if output is not None:
+        expected = predicted.timeline if job.emulated else ideal
+        document["files"] = _write_files(output, job, measured, expected)
+        if len(records) > job.actions.num_ranks:
+            write_chrome(_timeline(records), output / "measured.json")  # all replicas and parts
+        write(output / "run.json", dumps(document))
+    return document
+
+
+def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline) -> list[str]:
+    """The files of a run; `expected` is what was predicted or, of a real run, follows from its own action times."""
+    from wavetrain.plan.read import write_plan
+    from wavetrain.runtime.logs import write_environment
+    from wavetrain.schedule import write_text
+    from wavetrain.trace.chrome import write_chrome
+    from wavetrain.trace.picture import svg
+
+    names = ("predicted" if job.emulated else "replayed", "measured")
+    write(output / "plan.json", write_plan(job.plan))
+    write(output / "actions.txt", write_text(job.actions))
+    for name, timeline in zip(names, (expected, measured), strict=True):
+        write_chrome(timeline, output / f"{name}.json")
+    title = f"{job.plan.model.name}, {job.plan.layout.schedule}: one step on {job.actions.num_ranks} ranks"
+    write(output / "timelines.svg", svg(expected, measured, names=names, title=title))
+    write_environment(output)
+    written = ("plan.json", "actions.txt", *(f"{name}.json" for name in names), "timelines.svg", "environment.json")
+    logged = () if job.emulated else ("log.jsonl",)
+    return [str(output / name) for name in (*written, *logged)]
+
+
+def pipeline_seconds(job: Job) -> float | None:
+    """What the pipeline alone takes with the times that are emulated: no optimizer, no other replicas."""
+    from wavetrain.schedule import Costs, evaluate
+
+    if job.emulated is None:
+        return None
+    f, i, w = (tuple(getattr(durations, kind) for durations in job.emulated) for kind in "fiw")
+    return float(evaluate(job.actions, Costs(f, i, w)).makespan)
+
+
+def step_seconds(ends: list[list[float]]) -> float | None:
+    """From one step to the next, by when the last rank ended each: the median; None of a single step."""
+    from itertools import pairwise
+    from statistics import median
+
+    latest = [max(step) for step in zip(*ends, strict=True)]
+    return median(b - a for a, b in pairwise(latest)) if len(latest) > 1 else None

@@ -1,0 +1,266 @@
+"""A stage as a plan runs it: cut by tensor parallelism, in slices, sharded and recomputed; and what it learns with.
+
+The order matters. Tensor parallelism comes first, since everything after it deals with this rank's part as if it were
+the whole; then slices and shards; then the connections between parts; and around it all the recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from wavetrain.plan.layout import Choice
+from wavetrain.plan.plan import Plan
+from wavetrain.runtime.cuts import Cut, joined_parts
+from wavetrain.runtime.grid import Grid
+from wavetrain.runtime.recompute import recompute_stage
+from wavetrain.runtime.sharded import (
+    Sharded,
+    accumulate,
+    complete,
+    gathered_bytes,
+    policy_of,
+    prepare,
+    reduce_now,
+    resident,
+    shard_stage,
+)
+from wavetrain.runtime.shared import Group
+from wavetrain.runtime.stages import Stage
+from wavetrain.runtime.tensor import Parallel, add_partial, connect, cut_parameters
+from wavetrain.runtime.whole import cut_like, release, whole_gradient, whole_of
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that this rank trains: a parameter, or the part, slice or shard of it that is here."""
+
+    name: str  # of the parameter
+    key: str  # its own on this rank
+    parameter: nn.Parameter
+    counts: bool  # for the norm of all gradients: of equal copies one does
+
+    @property
+    def values(self) -> Tensor:
+        return local(self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if self.parameter.grad is None else local(self.parameter.grad)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One stage and everything that was done to it."""
+
+    stage: Stage
+    grid: Grid
+    sharded: Sharded
+    parallel: Parallel | None
+    names: tuple[str, ...]  # of all its parameters, also those of which this part has nothing
+    cuts: Mapping[str, Cut]  # what parts have of each
+    dtype: torch.dtype  # of their values
+    apart: frozenset[str]  # shared parameters that do not lie alike wherever they are: whole ones travel
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was done to it that other ranks take part in."""
+        return self.parallel is None and not self.sharded.units and self.grid.layout.dp == 1
+
+    # --- gradients of one step ---
+
+    def before_backward(self, *, is_last: bool) -> None:
+        prepare(self.sharded, is_last=is_last)
+
+    def after_backward(self, *, is_last: bool, is_split: bool) -> None:
+        if is_split:
+            accumulate(self.sharded)
+        if not is_last:
+            return
+        if is_split:
+            reduce_now(self.sharded)
+        else:
+            complete(self.sharded)
+        if self.parallel is not None:
+            add_partial(self.stage, self.parallel)
+
+    def held_bytes(self) -> int:
+        return gathered_bytes(self.stage.modules())
+
+    def resident(self) -> Iterable[Tensor]:
+        return resident(self.sharded)
+
+    # --- gradients that stages share ---
+
+    def get(self, name: str) -> Tensor | None:
+        if name not in self.sharded.pieces:  # another part has it
+            return None
+        if name in self.apart:
+            return whole_gradient(self.sharded, name)
+        found = [None if p.grad is None else local(p.grad).reshape(-1) for p in self._parameters(name)]
+        return None if any(g is None for g in found) else torch.cat(cast(list[Tensor], found))
+
+    def put(self, name: str, total: Tensor) -> None:
+        for one in (name, *self._twins(name)):
+            self._put(one, total)
+
+    def _put(self, name: str, total: Tensor) -> None:
+        own = self._parameters(name)
+        if name in self.apart:
+            for parameter, part in zip(own, cut_like(total, own, self.sharded.pieces[name].dim), strict=True):
+                parameter.grad = part
+            return
+        sizes = [local(cast(Tensor, p.grad)).numel() for p in own]
+        for parameter, part in zip(own, torch.split_with_sizes(total, sizes), strict=True):
+            gradient = local(cast(Tensor, parameter.grad))
+            gradient.copy_(part.view_as(gradient))
+
+    def _twins(self, name: str) -> tuple[str, ...]:
+        """Other names of the same parameter in this stage, where it has a copy under each."""
+        groups = (group for group in self.sharded.ties if name in group)
+        return tuple(other for group in groups for other in group if other != name)
+
+    def _parameters(self, name: str) -> list[nn.Parameter]:
+        return [self.stage.get_parameter(path) for path in self.sharded.pieces[name].paths]
+
+    # --- what is trained ---
+
+    def leaves(self) -> Iterator[Leaf]:
+        known: set[str] = set()
+        seen: set[nn.Parameter] = set()  # what is referred to twice is learnt once, under the name that is no tie
+        for name in sorted(self.sharded.pieces, key=lambda name: name in self.stage.parts.ties):
+            for path in self.sharded.pieces[name].paths:
+                parameter = self.stage.get_parameter(path)
+                counts = self._is_first_replica(parameter) and self._counts_here(path)
+                if parameter not in seen:
+                    yield Leaf(name, f"{self.stage.number}/{path}", parameter, counts and name not in known)
+                seen.add(parameter)
+            known.update(self._twins(name))
+
+    def _is_first_replica(self, parameter: nn.Parameter) -> bool:
+        if not isinstance(parameter, DTensor):
+            return self.grid.replica == 0
+        mesh = parameter.device_mesh
+        return mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # shards are apart in the last dimension
+
+    def _counts_here(self, path: str) -> bool:
+        """Whether no earlier part has the same values."""
+        cut = self._cut_at(path)
+        if cut is None or not cut.ranges:
+            return self.grid.part == 0
+        return cut.ranges[self.grid.part] not in cut.ranges[: self.grid.part]
+
+    def _cut_at(self, path: str) -> Cut | None:
+        """What parts have of a parameter; slices of it are cut like it."""
+        while self.parallel is not None:
+            if path in self.parallel.cuts:
+                return self.parallel.cuts[path]
+            outer, found, inner = path.rpartition(".slices.")
+            assert found, f"nobody knows how {path} is cut"
+            path = f"{outer}.{inner.partition('.')[2]}"
+        return None
+
+    # --- whole tensors ---
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the stage in full, by the model's own name; all replicas and parts call this together."""
+        release(self.sharded)
+        return dict(self._wholes(lambda parameter: parameter.detach()))
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The same of gradients, after the last backward; without those that there are none of."""
+        return dict(self._wholes(lambda parameter: parameter.grad))
+
+    def _wholes(self, of: Callable[[nn.Parameter], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+        has = [
+            name in self.sharded.pieces and all(of(parameter) is not None for parameter in self._parameters(name))
+            for name in self.names
+        ]
+        anywhere = torch.tensor(has, dtype=torch.uint8)
+        if self.parallel is not None:
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.tp.get_group())
+        for name, here, there in zip(self.names, has, anywhere.tolist(), strict=True):
+            own = whole_of(self.sharded, name, lambda p: cast(Tensor, of(p))) if here else None
+            if there:
+                yield name, cast(Tensor, own) if self.parallel is None else self._over_parts(self.cuts[name], own)
+
+    def _over_parts(self, cut: Cut, own: Tensor | None) -> Tensor:
+        """A whole tensor from what all parts have of it."""
+        group, tensors = self.grid.tp.get_group(), list[Tensor | None]()
+        if not cut.ranges:
+            return cast(Tensor, own)
+        for part, ranges in enumerate(cut.ranges):
+            size = sum(last - first for first, last in ranges)
+            shape = (*cut.shape[: cut.dim], size, *cut.shape[cut.dim + 1 :])
+            given = own.contiguous() if part == self.grid.part and own is not None else None
+            if size:
+                given = torch.empty(shape, dtype=self.dtype) if given is None else given
+                dist.broadcast(given, group=group, group_src=part)
+            tensors.append(given)
+        return joined_parts(cut, tensors)
+
+
+def compose(stage: Stage, plan: Plan, grid: Grid, *, is_split: bool, apart: frozenset[str] = frozenset()) -> Composed:
+    """Run a materialized stage as planned; all ranks call this, in the order of their stages."""
+    names = tuple(name for part in stage.members for name in dict.fromkeys(part.names.values()))
+    dtype = stage.dtype
+    parallel = cut_parameters(stage, plan, grid) if plan.layout.tp > 1 else None
+    sharded = shard_stage(stage, plan, grid)
+    if parallel is not None:
+        connect(stage, parallel)
+    if not is_split:
+        recompute_stage(stage, plan)
+    computes = policy_of(plan.precision, stage.dtype).param_dtype
+    if computes is not None:
+        stage.dtype = stage.boundary_dtype = computes
+    cuts = {} if parallel is None else {name: _cut_of(parallel, name) for name in names}
+    return Composed(stage, grid, sharded, parallel, names, cuts, dtype, apart)
+
+
+def _cut_of(parallel: Parallel, name: str) -> Cut:
+    """What parts have of a parameter that may be at several places."""
+    first, *others = (parallel.cuts[path] for path in parallel.pieces[name].paths)
+    for other in others:
+        size = first.shape[first.dim]
+        ranges = tuple(
+            (*own, *((a + size, b + size) for a, b in more))
+            for own, more in zip(first.ranges, other.ranges, strict=True)
+        )
+        shape = list(first.shape)
+        shape[first.dim] += other.shape[first.dim]
+        first = Cut(tuple(shape), first.dim, ranges)
+    return first
+
+
+def choices_of(plan: Plan) -> dict[str, Choice]:
+    """What is done with every parameter, by its name."""
+    first, last = plan.ends
+    variants = (first, *plan.blocks, last) if plan.model.can_be_cut else plan.blocks
+    return {
+        parameter.name.replace("{}", str(number)): variant.of(operator.name)
+        for (layer, number), variant in zip(plan.model.instances(), variants, strict=True)
+        for operator in layer.operators
+        for parameter in operator.parameters
+    }
+
+
+def laid_apart(groups: Sequence[Group], choices: Mapping[str, Choice]) -> frozenset[str]:
+    """Shared parameters whose holders shard or slice them differently."""
+    found = set()
+    for group in groups:
+        names = {holder.name for holder in group.holders}
+        ways = {(choices[name].shard, choices[name].slices) for name in names}
+        if len(names) > 1 and (len(ways) > 1 or any(slices > 1 for _, slices in ways)):
+            found |= names
+    return frozenset(found)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,53 @@
+"""`Job`: what all ranks of a run know before they start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from wavetrain.plan.plan import Plan
+from wavetrain.runtime.chunk import Durations
+from wavetrain.runtime.inject import Fault
+from wavetrain.runtime.learn import AdamW, Rate
+from wavetrain.runtime.parts import Parts
+from wavetrain.runtime.transformer import parts_of
+from wavetrain.schedule.action import Actions
+
+CARRIERS = ("auto", "memory", "gloo")
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A plan and how it is run. What ranks must compare themselves with comes with it: they predict nothing."""
+
+    plan: Plan
+    actions: Actions  # of one pipeline, messages included
+    steps: int
+    seed: int = 0
+    rate: Rate = field(default_factory=lambda: Rate(peak=1e-3))
+    adamw: AdamW = field(default_factory=AdamW)
+    clip: float = NEVER  # the most that the norm of all gradients may be
+    build: Callable[[], Parts] | None = None  # the model's modules; None: the built-in ones
+    dtype: torch.dtype = torch.float32  # of parameters and what they learn with; float64 is for exactness
+    emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
+    step_s: float = 0.0  # as predicted
+    data: Path | None = None  # tokens, or any file as bytes; None: sequences that count
+    transport: str = "auto"  # of CARRIERS
+    fault: Fault | None = None  # on purpose
+    timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
+    logs: Path | None = None  # where rank 0 writes what each step came to
+    memory_limit: int | None = None  # bytes that a rank may hold
+    step_flops: float = 0.0  # of the model, forward and backward, in one step
+    peak_flops: float | None = None  # of all devices together, per second, where known
+
+    def parts(self) -> Parts:
+        return parts_of(self.plan.model) if self.build is None else self.build()
+
+    @property
+    def num_ranks(self) -> int:
+        """Emulated, one pipeline stands for all."""
+        return self.actions.num_ranks if self.emulated else self.plan.layout.num_devices

@@ -1,0 +1,212 @@
+"""`Learner`: one rank that computes. Its stages as the plan runs them, their actions, and the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wavetrain.base.errors import RunError
+from wavetrain.plan.plan import Plan
+from wavetrain.runtime.budget import Budget
+from wavetrain.runtime.chunk import Batch, Computed
+from wavetrain.runtime.composed import Composed, Leaf, choices_of, compose, laid_apart
+from wavetrain.runtime.data import counting, microbatches, open_dataset, sampling_of
+from wavetrain.runtime.executor import Boundary, Executor, Moment
+from wavetrain.runtime.grid import open_grid
+from wavetrain.runtime.inject import injector
+from wavetrain.runtime.job import Job
+from wavetrain.runtime.learn import Held, clip, learning_rate, optimizer_of, set_learning_rate
+from wavetrain.runtime.links import carrier
+from wavetrain.runtime.parts import Parts
+from wavetrain.runtime.sharded import policy_of
+from wavetrain.runtime.shared import Group, Holder, add_shared, groups_of
+from wavetrain.runtime.stages import cut_into_stages, materialize
+from wavetrain.runtime.transport import Grouped, tagged
+from wavetrain.runtime.world import World
+from wavetrain.schedule.action import Actions, Kind
+
+ADAM_STATES = 2  # moments
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step came to."""
+
+    moments: list[Moment]
+    loss: float | None = None  # of the whole step, the same on every rank
+    gradient_norm: float | None = None  # before clipping
+    learning_rate: float | None = None
+
+
+class Learner:
+    """Builds its stages, then takes steps."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        plan, actions = job.plan, job.actions
+        self._job, self._progress = job, world.progress
+        self._grid = grid = open_grid(plan, rank=world.rank, size=world.size)
+        parts = job.parts()
+        self._parts = parts
+        self._dataset = open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len) if job.data else None
+        boundary = boundary_of(plan, parts.hidden, job.dtype, grid.pipeline)
+        transport = carrier(job, world, grid, boundary)  # ranks meet here: before their shares of memory are filled
+        self._groups = shared_groups(parts, plan, actions)
+        route = tagged(actions.placement.num_stages, max(1, len(self._groups)))
+        self._shared = Grouped(grid.stage_rank, route, ranks=grid.pipeline)
+        self.stages = self._build()
+        self._chunks = {number: self._chunk(composed) for number, composed in self.stages.items()}
+        before = injector(job.fault, world.rank) if job.fault else None
+        self._executor = Executor(
+            grid.stage_rank,
+            actions,
+            self._chunks,
+            transport,
+            boundary,
+            progress=world.progress,
+            before=before,
+        )
+        self.leaves = {number: tuple(composed.leaves()) for number, composed in self.stages.items()}
+        self._trained = trained([leaf for own in self.leaves.values() for leaf in own])
+        self._optimizer = optimizer_of(self._trained, job.adamw)
+        self._names = counted_names(parts, plan, actions, self._groups)
+        self._budget = None if job.memory_limit is None else self._limited(world.rank, job.memory_limit)
+
+    def _build(self) -> dict[int, Composed]:
+        job, plan, grid = self._job, self._job.plan, self._grid
+        stages = cut_into_stages(self._parts, plan.cut, job.actions.placement.local[grid.stage_rank])
+        materialize(stages, seed=job.seed, dtype=job.dtype)
+        apart = laid_apart(self._groups, choices_of(plan))
+        split = job.actions.is_split
+        return {number: compose(s, plan, grid, is_split=split, apart=apart) for number, s in stages.items()}
+
+    def _chunk(self, composed: Composed) -> Computed:
+        actions, number = self._job.actions, composed.stage.number
+        row = actions.ranks[self._grid.stage_rank]
+        return Computed(
+            composed.stage,
+            split=actions.is_split,
+            recomputed=any(a.kind is Kind.RECOMPUTE and a.stage == number for a in row),
+            accumulation=None if composed.is_plain else composed,
+            num_microbatches=len(actions.microbatches[number]),
+        )
+
+    def _limited(self, rank: int, limit: int) -> Budget:
+        """Hold no more than the limit, or say what does."""
+        budget = Budget(rank, limit, self.static_bytes)
+        leaves = chain.from_iterable(self.leaves.values())
+        budget.check_static((leaf.name, (2 + ADAM_STATES) * leaf.values.nbytes) for leaf in leaves)
+        for composed in self.stages.values():
+            budget.watch(composed.sharded.units, lambda: sum(chunk.held_bytes for chunk in self._chunks.values()))
+        return budget
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, gradients and the optimizer's moments."""
+        return sum((2 + ADAM_STATES) * values.nbytes for values in self._trained.values())
+
+    def step(self, step: int) -> Done:
+        """Every microbatch of a step, forward and backward, and the optimizer's step."""
+        job, progress = self._job, self._progress
+        progress.computing(-1, "batch")
+        moments = self._executor.step(self._batch(step))
+        if self._budget is not None:
+            self._budget.check_moments(moments)
+        progress.together()
+        placement = job.actions.placement
+        add_shared(self._groups, self.stages, placement, self._grid.stage_rank, self._shared)
+        loss, norm = self._agree(step)
+        progress.computing(-1, "optimizer")
+        rate = learning_rate(job.rate, step=step)
+        self._learn(rate)
+        return Done(moments, loss, norm, rate)
+
+    def _batch(self, step: int) -> Batch:
+        plan, grid = self._job.plan, self._grid
+        sampling = sampling_of(plan, seed=self._job.seed)
+        share = {"microbatch": plan.layout.microbatch, "replica": grid.replica, "replicas": plan.layout.dp}
+        if self._dataset is None:
+            return counting(sampling, vocab=self._parts.vocab, step=step, **share)
+        return microbatches(self._dataset, sampling, step=step, **share)
+
+    def _agree(self, step: int) -> tuple[float, float]:
+        """The step's loss and the norm of its gradients, the same on all ranks; gradients are clipped."""
+        own = [loss for chunk in self._chunks.values() for _, loss in sorted(chunk.losses.items())]
+        loss = torch.zeros((), dtype=torch.float64)
+        if own and self._grid.part == 0:
+            loss += sum(float(part) for part in own)
+
+        def add_over_ranks(squares: Tensor) -> None:
+            together = torch.cat([squares, loss.reshape(1)])
+            if dist.get_world_size() > 1:
+                dist.all_reduce(together)
+            squares.copy_(together[:-1])
+            loss.copy_(together[-1])
+
+        try:
+            norm = clip(self._held(), names=self._names, most=self._job.clip, add_over_ranks=add_over_ranks)
+        except RunError as error:
+            raise RunError(f"step {step}: {error}; the loss is {loss.item():.6g}") from None
+        return loss.item(), norm
+
+    def _held(self) -> list[Held]:
+        """This rank's gradients; of what stages share the first holder counts."""
+        first = {holder: group.holders[0] for group in self._groups for holder in group.holders}
+        held = []
+        for number, leaves in self.leaves.items():
+            for leaf in leaves:
+                holder, gradient = Holder(number, leaf.name), leaf.gradient
+                if gradient is not None:
+                    counting_one = first.get(holder, holder)
+                    held.append(Held(counting_one.name, gradient, counts=leaf.counts and counting_one == holder))
+        return held
+
+    def _learn(self, rate: float) -> None:
+        set_learning_rate(self._optimizer, rate)
+        for leaf in chain.from_iterable(self.leaves.values()):
+            values = self._trained.get(leaf.key)
+            if values is not None:
+                values.grad = leaf.gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for composed in self.stages.values():
+            composed.stage.zero_grad(set_to_none=True)
+
+
+def boundary_of(plan: Plan, hidden: int, own: torch.dtype, ranks: tuple[int, ...]) -> Boundary:
+    """What crosses between stages: with sequence parallelism each part's share of a sequence."""
+    layout = plan.layout
+    length = plan.seq_len // (layout.tp if layout.sequence_parallel else 1)
+    shape = (layout.microbatch, length, hidden)
+    dtype = policy_of(plan.precision, own).param_dtype or own
+    return Boundary(dict.fromkeys(range(layout.num_microbatches), shape), dtype, ranks=ranks)
+
+
+def trained(leaves: Sequence[Leaf]) -> dict[str, Tensor]:
+    """What the optimizer steps: every leaf once, where tied ones share their values, by its key."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for leaf in leaves:
+        place = leaf.values.data_ptr() if leaf.values.numel() else id(leaf.parameter)  # empty shards are all at 0
+        found.setdefault(place, (leaf.key, leaf.values))
+    return dict(found.values())
+
+
+def shared_groups(parts: Parts, plan: Plan, actions: Actions) -> tuple[Group, ...]:
+    """Parameters that several stages have, known on every rank from the model alone."""
+    return groups_of(_names(parts, plan, actions), parts.ties, actions.placement)
+
+
+def counted_names(parts: Parts, plan: Plan, actions: Actions, groups: Sequence[Group]) -> list[str]:
+    """The names under which gradients count for the norm."""
+    first = {holder: group.holders[0].name for group in groups for holder in group.holders}
+    names = _names(parts, plan, actions)
+    return sorted({first.get(Holder(stage, name), name) for stage, own in names.items() for name in own})
+
+
+def _names(parts: Parts, plan: Plan, actions: Actions) -> dict[int, list[str]]:
+    whole = cut_into_stages(parts, plan.cut, range(actions.placement.depth))
+    return {number: [name for name, _ in stage.named()] for number, stage in whole.items()}
