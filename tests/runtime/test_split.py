@@ -188,7 +188,7 @@ OPERATORS = [
 def test_no_more_is_gathered_at_once_than_a_slice(monkeypatch, layer, operator, slices, shard):
     peak, sizes = peak_of(monkeypatch, layer, operator, Choice(shard, slices=slices))
     assert len(sizes) == slices
-    assert peak == max(sizes)
+    assert peak == (max(sizes) if shard > 1 else 0)  # what is replicated is there
     assert max(sizes) * slices <= sum(sizes) * 1.01
 
 
