@@ -9,8 +9,8 @@ import pytest
 import wavetrain
 
 PUBLIC = """
-Cluster Device InputError Model Plan Timeline WavetrainError Work __version__ load_cluster load_model search
-simulate trace
+Cluster Device InputError Model Plan Timeline WavetrainError Work __version__ load_cluster load_model
+parallelize search simulate trace
 """.split()
 
 HEAVY = ("torch", "transformers", "pandas", "numpy", "safetensors")

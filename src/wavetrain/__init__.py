@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wavetrain.model.traced import trace
     from wavetrain.plan import Plan
     from wavetrain.planner.ask import search
+    from wavetrain.runtime.parallelize import parallelize
     from wavetrain.sim.predict import simulate
     from wavetrain.trace import Timeline
 
@@ -36,6 +37,7 @@ _HOME = {
     "Work": "wavetrain.model",
     "load_cluster": "wavetrain.cluster",
     "load_model": "wavetrain.model",
+    "parallelize": "wavetrain.runtime.parallelize",
     "search": "wavetrain.planner.ask",
     "simulate": "wavetrain.sim.predict",
     "trace": "wavetrain.model.traced",
@@ -53,6 +55,7 @@ __all__ = [
     "__version__",
     "load_cluster",
     "load_model",
+    "parallelize",
     "search",
     "simulate",
     "trace",

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.model.operator import Linear
 from wavetrain.plan.plan import Plan
+from wavetrain.runtime.composed import ties_of
 from wavetrain.runtime.hf import parts_of_config
 from wavetrain.runtime.parts import Part, Parts
 
@@ -84,10 +86,16 @@ def whole_module(build: Callable[[], Any], plan: Plan, *, seed: int, where: str 
             Problem(where="plan", key="layout.pp", value=plan.layout.pp, rule=rule, legal=("1",), remedy=remedy)
         )
     names = {f"module.{path}": path for path, _ in made.named_parameters(remove_duplicate=False)}
-    ties = _ties(made)
-    vocab = max((o.outputs for layer in plan.model.layers for o in layer.operators if hasattr(o, "outputs")), default=0)
+    ties = ties_of(made)
+    linears = [o for layer in plan.model.layers for o in layer.operators if isinstance(o, Linear)]
     return Parts(
-        embedding=Part(Logits(made), names), blocks=(), head=Part(nn.Identity(), {}), hidden=0, vocab=vocab, ties=ties
+        embedding=Part(Logits(made), names),
+        blocks=(),
+        head=Part(nn.Identity(), {}),
+        hidden=0,
+        vocab=linears[-1].outputs if linears else 0,  # the last one makes the logits
+        ties=ties,
+        is_whole=True,
     )
 
 
@@ -101,12 +109,3 @@ class Logits(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         made = self.module(tokens)
         return getattr(made, "logits", made)  # type: ignore[no-any-return]
-
-
-def _ties(module: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    ties = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), path) != path:
-            ties[path] = first[id(parameter)]
-    return ties

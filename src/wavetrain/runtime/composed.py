@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from wavetrain.base.errors import InputError, Problem
 from wavetrain.plan.layout import Choice
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.cuts import Cut, joined_parts
 from wavetrain.runtime.grid import Grid
-from wavetrain.runtime.recompute import recompute_stage
+from wavetrain.runtime.recompute import chosen_operators, recompute_stage
 from wavetrain.runtime.sharded import (
     Sharded,
     accumulate,
@@ -29,11 +30,13 @@ from wavetrain.runtime.sharded import (
     prepare,
     reduce_now,
     resident,
+    shard_module,
     shard_stage,
 )
 from wavetrain.runtime.shared import Group
 from wavetrain.runtime.stages import Stage
 from wavetrain.runtime.tensor import Parallel, add_partial, connect, cut_parameters
+from wavetrain.runtime.units import check_shapes
 from wavetrain.runtime.whole import cut_like, release, whole_gradient, whole_of
 
 
@@ -57,15 +60,17 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Composed:
-    """One stage and everything that was done to it."""
+    """A stage, or a whole module, and everything that was done to it."""
 
-    stage: Stage
+    module: nn.Module
+    number: int  # of the stage
     grid: Grid
     sharded: Sharded
     parallel: Parallel | None
     names: tuple[str, ...]  # of all its parameters, also those of which this part has nothing
     cuts: Mapping[str, Cut]  # what parts have of each
     dtype: torch.dtype  # of their values
+    ties: Mapping[str, str]  # a name -> the name whose values it has
     apart: frozenset[str]  # shared parameters that do not lie alike wherever they are: whole ones travel
 
     @property
@@ -88,10 +93,10 @@ class Composed:
         else:
             complete(self.sharded)
         if self.parallel is not None:
-            add_partial(self.stage, self.parallel)
+            add_partial(self.module, self.parallel)
 
     def held_bytes(self) -> int:
-        return gathered_bytes(self.stage.modules())
+        return gathered_bytes(self.module.modules())
 
     def resident(self) -> Iterable[Tensor]:
         return resident(self.sharded)
@@ -127,19 +132,19 @@ class Composed:
         return tuple(other for group in groups for other in group if other != name)
 
     def _parameters(self, name: str) -> list[nn.Parameter]:
-        return [self.stage.get_parameter(path) for path in self.sharded.pieces[name].paths]
+        return [self.module.get_parameter(path) for path in self.sharded.pieces[name].paths]
 
     # --- what is trained ---
 
     def leaves(self) -> Iterator[Leaf]:
         known: set[str] = set()
         seen: set[nn.Parameter] = set()  # what is referred to twice is learnt once, under the name that is no tie
-        for name in sorted(self.sharded.pieces, key=lambda name: name in self.stage.parts.ties):
+        for name in sorted(self.sharded.pieces, key=lambda name: name in self.ties):
             for path in self.sharded.pieces[name].paths:
-                parameter = self.stage.get_parameter(path)
+                parameter = self.module.get_parameter(path)
                 counts = self._is_first_replica(parameter) and self._counts_here(path)
                 if parameter not in seen:
-                    yield Leaf(name, f"{self.stage.number}/{path}", parameter, counts and name not in known)
+                    yield Leaf(name, f"{self.number}/{path}", parameter, counts and name not in known)
                 seen.add(parameter)
             known.update(self._twins(name))
 
@@ -208,6 +213,9 @@ class Composed:
 
 def compose(stage: Stage, plan: Plan, grid: Grid, *, is_split: bool, apart: frozenset[str] = frozenset()) -> Composed:
     """Run a materialized stage as planned; all ranks call this, in the order of their stages."""
+    if stage.parts.is_whole:
+        assert stage.embedding is not None
+        return compose_module(stage.embedding.get_submodule("module"), plan, grid)
     names = tuple(name for part in stage.members for name in dict.fromkeys(part.names.values()))
     dtype = stage.dtype
     parallel = cut_parameters(stage, plan, grid) if plan.layout.tp > 1 else None
@@ -219,8 +227,51 @@ def compose(stage: Stage, plan: Plan, grid: Grid, *, is_split: bool, apart: froz
     computes = policy_of(plan.precision, stage.dtype).param_dtype
     if computes is not None:
         stage.dtype = stage.boundary_dtype = computes
-    cuts = {} if parallel is None else {name: _cut_of(parallel, name) for name in names}
-    return Composed(stage, grid, sharded, parallel, names, cuts, dtype, apart)
+    ties, number = stage.parts.ties, stage.number
+    return Composed(stage, number, grid, sharded, parallel, names, _cuts(parallel, names), dtype, ties, apart)
+
+
+def compose_module(module: nn.Module, plan: Plan, grid: Grid) -> Composed:
+    """The same for a module that was not taken apart, whose outputs are whole; all ranks call this."""
+    _check_whole(plan)
+    check_shapes(module, plan)
+    names = tuple(name for name, _ in module.named_parameters(remove_duplicate=False))
+    ties = ties_of(module)
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    parallel = cut_parameters(module, plan, grid) if plan.layout.tp > 1 else None
+    sharded = shard_module(module, plan, grid)
+    if parallel is not None:
+        connect(module, parallel)
+    return Composed(module, 0, grid, sharded, parallel, names, _cuts(parallel, names), dtype, ties, frozenset())
+
+
+def ties_of(module: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one, and of that."""
+    first: dict[nn.Parameter, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    return {path: first[p] for path, p in every if first.setdefault(p, path) != path}
+
+
+def _check_whole(plan: Plan) -> None:
+    layout, rule = plan.layout, "a module that was not taken apart runs on replicas and parts only"
+    problems = [
+        Problem(where="plan", key=f"layout.{key}", value=getattr(layout, key), rule=rule, legal=("1",))
+        for key in ("cp", "pp")
+        if getattr(layout, key) != 1
+    ]
+    if layout.shard_optimizer:
+        rule = "optimizer states are sharded with their parameters only"
+        problems.append(Problem(where="plan", key="layout.shard_optimizer", value=True, rule=rule))
+    if any(chosen_operators(plan)):
+        rule = "a module that was not taken apart has no blocks to compute again"
+        remedy = "torch.utils.checkpoint in the module itself"
+        problems.append(Problem(where="plan", key="recompute", value=plan.recompute.value, rule=rule, remedy=remedy))
+    if problems:
+        raise InputError(problems)
+
+
+def _cuts(parallel: Parallel | None, names: Iterable[str]) -> dict[str, Cut]:
+    return {} if parallel is None else {name: _cut_of(parallel, name) for name in names}
 
 
 def _cut_of(parallel: Parallel, name: str) -> Cut:

@@ -78,17 +78,18 @@ class Learner:
 
     def _build(self) -> dict[int, Composed]:
         job, plan, grid = self._job, self._job.plan, self._grid
-        stages = cut_into_stages(self._parts, plan.cut, job.actions.placement.local[grid.stage_rank])
+        stages = cut_into_stages(self._parts, cut_of(plan, self._parts), job.actions.placement.local[grid.stage_rank])
         materialize(stages, seed=job.seed, dtype=job.dtype)
         apart = laid_apart(self._groups, choices_of(plan))
         split = job.actions.is_split
+        self._modules = stages
         return {number: compose(s, plan, grid, is_split=split, apart=apart) for number, s in stages.items()}
 
     def _chunk(self, composed: Composed) -> Computed:
-        actions, number = self._job.actions, composed.stage.number
+        actions, number = self._job.actions, composed.number
         row = actions.ranks[self._grid.stage_rank]
         return Computed(
-            composed.stage,
+            self._modules[number],
             split=actions.is_split,
             recomputed=any(a.kind is Kind.RECOMPUTE and a.stage == number for a in row),
             accumulation=None if composed.is_plain else composed,
@@ -174,7 +175,12 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         for composed in self.stages.values():
-            composed.stage.zero_grad(set_to_none=True)
+            composed.module.zero_grad(set_to_none=True)
+
+
+def cut_of(plan: Plan, parts: Parts) -> tuple[int, ...]:
+    """How many blocks each stage has; a module that was not taken apart has none."""
+    return (0,) if parts.is_whole else plan.cut
 
 
 def boundary_of(plan: Plan, hidden: int, own: torch.dtype, ranks: tuple[int, ...]) -> Boundary:
@@ -208,5 +214,5 @@ def counted_names(parts: Parts, plan: Plan, actions: Actions, groups: Sequence[G
 
 
 def _names(parts: Parts, plan: Plan, actions: Actions) -> dict[int, list[str]]:
-    whole = cut_into_stages(parts, plan.cut, range(actions.placement.depth))
+    whole = cut_into_stages(parts, cut_of(plan, parts), range(actions.placement.depth))
     return {number: [name for name, _ in stage.named()] for number, stage in whole.items()}

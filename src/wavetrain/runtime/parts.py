@@ -40,6 +40,7 @@ class Parts:
     vocab: int
     ties: Mapping[str, str]  # a name -> the name whose values it has
     std: float = STD  # of the initial values of matrices
+    is_whole: bool = False  # a user's module that was not taken apart: it is the embedding, and its outputs are logits
 
     @property
     def twins(self) -> tuple[tuple[str, str], ...]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.base.units import DType
@@ -59,6 +60,7 @@ __all__ = [
     "resident",
     "run_step",
     "send",
+    "shard_module",
     "shard_stage",
     "whole_gradients",
     "whole_parameters",
@@ -81,10 +83,14 @@ def parallelize(module: nn.Module, plan: Plan, world: World) -> Sharded:
     _check_layout(plan)
     check_world(plan.layout, size=world.size, where=f"rank {world.rank}")
     check_shapes(module, plan)
+    return shard_module(module, plan, open_grid(plan, rank=world.rank, size=world.size))
+
+
+def shard_module(module: nn.Module, plan: Plan, grid: Grid) -> Sharded:
+    """The same for a module whose operators may be this part's share of those that the plan's model has."""
     policy = _policy_for(module, plan)
     ties = module.parts.ties if isinstance(module, Stage) else {}
-    members = members_of(module, plan, casts=_casts(policy), ties=ties)
-    return _wrapped(module, members, open_grid(plan, rank=world.rank, size=world.size), policy)
+    return _wrapped(module, members_of(module, plan, casts=_casts(policy), ties=ties), grid, policy)
 
 
 def shard_stage(stage: Stage, plan: Plan, grid: Grid) -> Sharded:
@@ -255,9 +261,15 @@ def _by_itself(_module: nn.Module, _inputs: object, output: object) -> object:
     of its product). Too often: by the weights' part of a split backward, which starts at the node that has the weights
     and needs no values of theirs. Nobody else has the output, so nothing is copied.
     """
-    if isinstance(output, Tensor) and output.requires_grad:
-        return torch.ops.aten._unsafe_view(output, output.shape)  # noqa: SLF001 -- torch has no public name
-    return output
+    if isinstance(output, Tensor):
+        return _node(output)
+    return _pytree.tree_map_only(Tensor, _node, output)
+
+
+def _node(made: Tensor) -> Tensor:
+    if not made.requires_grad:
+        return made
+    return torch.ops.aten._unsafe_view(made, made.shape)  # type: ignore[no-any-return]  # noqa: SLF001 -- no public name
 
 
 # --- what can't be run ---
