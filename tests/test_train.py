@@ -3,15 +3,19 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import Ran
-from tests.runtime.plans import small_plan
+from tests.runtime.plans import small_model, small_plan
 
-from wavetrain.plan import Plan
+from wavetrain.cluster import load_cluster
+from wavetrain.model import load_model
+from wavetrain.plan import Plan, Request, plan_of
 from wavetrain.plan.read import write_plan
 from wavetrain.schedule import parse_text
 from wavetrain.trace.chrome import read_chrome
@@ -155,3 +159,146 @@ def test_full_recomputation_gives_the_same_losses(run: Run, tmp_path: Path) -> N
         assert ran.code == 0, ran.err
         losses.append(json.loads(ran.out)["losses"])
     assert losses[0] == losses[1]
+
+
+# --- replicas, parts, and everything at once ---
+
+
+def composed_plan(*, pp: int = 1, dp: int = 1, tp: int = 1, precision: str = "fp32", **more: Any) -> Plan:
+    return plan_of(
+        Request(
+            model=small_model(blocks=4, tied=True),
+            cluster=load_cluster("dgx-h100:1").part(pp * dp * tp),
+            global_batch=8,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            precision=precision,
+            **more,
+        )
+    )
+
+
+def losses_of(run: Run, tmp_path: Path, plan: Plan, *options: str, steps: int = 5) -> list[float]:
+    ranks = str(plan.layout.num_devices)
+    ran = run("train", plan_file(tmp_path, plan), "--local", ranks, "--steps", str(steps), "--json", *options)
+    assert ran.code == 0, ran.err
+    losses: list[float] = json.loads(ran.out)["losses"]
+    return losses
+
+
+def test_replicas_parts_and_shards_train_to_the_same_losses(run: Run, tmp_path: Path) -> None:
+    one = losses_of(run, tmp_path, composed_plan())
+    layouts: list[dict[str, Any]] = [
+        {"dp": 2},
+        {"dp": 2, "shard": "2", "recompute": "full"},
+        {"tp": 2, "dp": 2, "sequence_parallel": True, "recompute": "selective"},
+        {"pp": 2, "dp": 2, "tp": 2, "schedule": "wave", "shard": "2"},
+    ]
+    for layout in layouts:
+        assert losses_of(run, tmp_path, composed_plan(**layout)) == pytest.approx(one, rel=1e-5), layout
+
+
+def test_bf16_stays_near_fp32(run: Run, tmp_path: Path) -> None:
+    """Eight bits of mantissa: a loss of 4 is known to some hundredths."""
+    exact = losses_of(run, tmp_path, composed_plan(pp=2, dp=2, schedule="1f1b"))
+    rough = losses_of(run, tmp_path, composed_plan(pp=2, dp=2, schedule="1f1b", precision="bf16", shard="2"))
+    assert rough == pytest.approx(exact, abs=0.03)
+    assert rough != pytest.approx(exact, abs=1e-6)  # it did compute in bf16
+
+
+CONFIGS = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16},
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_of_transformers_train_in_three_dimensions(run: Run, tmp_path: Path, family: str) -> None:
+    """Fifty steps with the curve of one process; the saved model is transformers' own."""
+    import torch
+    import transformers
+
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[family] | special | {"model_type": family, "vocab_size": 61}))
+    request = Request(
+        model=load_model(str(config)), cluster=load_cluster("dgx-h100:1").part(8), global_batch=8, precision="fp32"
+    )
+    three = plan_of(replace(request, pp=2, dp=2, tp=2, schedule="wave", shard="2"))
+    one = plan_of(replace(request, cluster=request.cluster.part(1), pp=1, dp=1, tp=1))
+    options = ["--config", str(config), "--learning-rate", "0.003", "--lr-schedule", "cosine", "--warmup", "5"]
+    curves = [
+        losses_of(run, tmp_path, plan, *options, "--save", str(tmp_path / name), steps=50)
+        for plan, name in ((one, "one"), (three, "three"))
+    ]
+    assert curves[0][-1] < curves[0][0] - 0.5
+    assert curves[1] == pytest.approx(curves[0], rel=2e-4)
+    kind = getattr(transformers, CONFIGS[family]["architectures"][0])  # type: ignore[index]
+    loaded = [kind.from_pretrained(tmp_path / name).eval() for name in ("one", "three")]
+    state = loaded[0].state_dict()
+    for name, value in loaded[1].state_dict().items():
+        assert torch.allclose(value, state[name], atol=2e-3), name
+    tokens = torch.arange(16)[None]
+    assert torch.allclose(loaded[0](tokens).logits, loaded[1](tokens).logits, atol=2e-2)
+    assert (tmp_path / "three" / "model.safetensors.index.json").exists()
+
+
+def test_a_users_own_module_trains(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from wavetrain.model.traced import trace
+
+    (tmp_path / "my_model.py").write_text(
+        "from torch import nn\n\n\ndef build():\n"
+        "    return nn.Sequential(nn.Embedding(61, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 61))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    from importlib import import_module
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = trace(import_module("my_model").build(), torch.zeros(2, 16, dtype=torch.int64))
+    request = Request(
+        model=model, cluster=load_cluster("dgx-h100:1").part(2), global_batch=4, dp=2, shard="2", precision="fp32"
+    )
+    plan = plan_of(request)
+    losses = losses_of(run, tmp_path, plan, "--module", "my_model:build", "--learning-rate", "0.05", steps=20)
+    assert losses[-1] < losses[0] - 0.5
+    for wrong, words in (("my_model", "package:function"), ("my_model:nothing", "can't be imported")):
+        ran = run("train", plan_file(tmp_path, plan), "--local", "2", "--module", wrong)
+        assert ran.code == 2
+        assert words in ran.err
+
+
+def test_another_model_than_the_plans_is_refused(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["gpt2"] | {"model_type": "gpt2", "vocab_size": 61}))
+    ran = run("train", plan_file(tmp_path, composed_plan(dp=2)), "--local", "2", "--config", str(config))
+    assert ran.code == 2
+    assert "has no such parameter" in ran.err
+    assert "nearest" in ran.err
+
+
+def test_a_memory_limit_is_kept_or_the_run_ends_with_reasons(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = composed_plan(dp=2, shard="2")
+    ran = run("train", plan_file(tmp_path, plan), "--local", "2", "--memory-limit", "0.0001")
+    assert ran.code == 4
+    assert re.search(r"rank \d holds .* before the first step, .* more than its limit of .* alone takes", caplog.text)
+    assert losses_of(run, tmp_path, plan, "--memory-limit", "0.1", steps=1)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = plan_file(tmp_path, composed_plan(dp=2, pp=2, schedule="1f1b"))
+    ran = run("train", file, "--local", "4", "--learning-rate", "10", "--clip", "0", "--steps", "60")
+    assert ran.code == 4, ran.out
+    assert re.search(r"step \d+: the loss is .* the gradient of \S+ on rank [23] is not finite", caplog.text)

@@ -51,6 +51,9 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     hang_floor: Annotated[
         float | None, typer.Option(help="Least seconds without progress that count as a hang; 60, emulated 10.")
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Directory for the trained model, as safetensors that transformers reads.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Directory for plan, logs and traces.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +67,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # AMX kills processes that may not use it
     _refuse_layout(wanted, emulate=emulate, module=module)
     real = {"data": data, "config": config, "module": module, "seed": seed, "lr_schedule": lr_schedule, **learning}
-    real["memory_limit"] = memory_limit
+    real |= {"memory_limit": memory_limit, "save": save}
     if emulate:
         refuse_beside("--emulate", {f"--{name.replace('_', '-')}": value for name, value in real.items()})
     from wavetrain.runtime.job import CARRIERS
@@ -103,6 +106,8 @@ def _options(plan: Plan, steps: int, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "seed": stated.get("seed", 0),
         "data": stated.get("data"),
+        "save": stated.get("save"),
+        "config": stated.get("config"),
         "build": builder(plan, config=stated.get("config"), module=stated.get("module"), seed=stated.get("seed", 0)),
         "rate": Rate(peak=stated.get("learning_rate", 1e-3), schedule=schedule, warmup=warmup, steps=steps),
         "adamw": AdamW(weight_decay=stated.get("weight_decay", AdamW().weight_decay)),
@@ -130,8 +135,10 @@ def _refuse_model(plan: Plan, job: Any) -> None:
     """A model that the runtime has no modules for, or data it can't read, is refused here, not by a rank."""
     from wavetrain.base.units import DType
     from wavetrain.runtime.data import open_dataset
+    from wavetrain.runtime.units import check_parameters
 
     parts = job.parts()
+    check_parameters({name: tuple(p.shape) for name, p in parts.references()}, plan)
     if job.data is not None:
         open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len)
     if plan.precision.products is DType.FP8:

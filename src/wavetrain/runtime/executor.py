@@ -49,7 +49,7 @@ class Boundary:
 
     @property
     def most_bytes(self) -> int:
-        return max(map(prod, self.shapes.values())) * self.dtype.itemsize
+        return max(1, *map(prod, self.shapes.values())) * self.dtype.itemsize  # a whole module has no boundary
 
     def rank_of(self, stage_rank: int) -> int:
         return self.ranks[stage_rank] if self.ranks else stage_rank

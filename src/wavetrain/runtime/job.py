@@ -40,6 +40,8 @@ class Job:
     fault: Fault | None = None  # on purpose
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
     logs: Path | None = None  # where rank 0 writes what each step came to
+    save: Path | None = None  # where the trained model goes
+    config: Path | None = None  # transformers' description of it, to go with it
     memory_limit: int | None = None  # bytes that a rank may hold
     step_flops: float = 0.0  # of the model, forward and backward, in one step
     peak_flops: float | None = None  # of all devices together, per second, where known

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -48,10 +50,10 @@ class Learner:
 
     def __init__(self, job: Job, world: World) -> None:
         plan, actions = job.plan, job.actions
-        self._job, self._progress = job, world.progress
-        self._grid = grid = open_grid(plan, rank=world.rank, size=world.size)
-        parts = job.parts()
-        self._parts = parts
+        self._job, self._world, self._progress = job, world, world.progress
+        self.grid = grid = open_grid(plan, rank=world.rank, size=world.size)
+        self._parts = parts = job.parts()
+        self.ties, self.depth = parts.ties, actions.placement.depth
         self._dataset = open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len) if job.data else None
         boundary = boundary_of(plan, parts.hidden, job.dtype, grid.pipeline)
         transport = carrier(job, world, grid, boundary)  # ranks meet here: before their shares of memory are filled
@@ -77,7 +79,7 @@ class Learner:
         self._budget = None if job.memory_limit is None else self._limited(world.rank, job.memory_limit)
 
     def _build(self) -> dict[int, Composed]:
-        job, plan, grid = self._job, self._job.plan, self._grid
+        job, plan, grid = self._job, self._job.plan, self.grid
         stages = cut_into_stages(self._parts, cut_of(plan, self._parts), job.actions.placement.local[grid.stage_rank])
         materialize(stages, seed=job.seed, dtype=job.dtype)
         apart = laid_apart(self._groups, choices_of(plan))
@@ -87,7 +89,7 @@ class Learner:
 
     def _chunk(self, composed: Composed) -> Computed:
         actions, number = self._job.actions, composed.number
-        row = actions.ranks[self._grid.stage_rank]
+        row = actions.ranks[self.grid.stage_rank]
         return Computed(
             self._modules[number],
             split=actions.is_split,
@@ -119,7 +121,7 @@ class Learner:
             self._budget.check_moments(moments)
         progress.together()
         placement = job.actions.placement
-        add_shared(self._groups, self.stages, placement, self._grid.stage_rank, self._shared)
+        add_shared(self._groups, self.stages, placement, self.grid.stage_rank, self._shared)
         loss, norm = self._agree(step)
         progress.computing(-1, "optimizer")
         rate = learning_rate(job.rate, step=step)
@@ -127,7 +129,7 @@ class Learner:
         return Done(moments, loss, norm, rate)
 
     def _batch(self, step: int) -> Batch:
-        plan, grid = self._job.plan, self._grid
+        plan, grid = self._job.plan, self.grid
         sampling = sampling_of(plan, seed=self._job.seed)
         share = {"microbatch": plan.layout.microbatch, "replica": grid.replica, "replicas": plan.layout.dp}
         if self._dataset is None:
@@ -138,7 +140,7 @@ class Learner:
         """The step's loss and the norm of its gradients, the same on all ranks; gradients are clipped."""
         own = [loss for chunk in self._chunks.values() for _, loss in sorted(chunk.losses.items())]
         loss = torch.zeros((), dtype=torch.float64)
-        if own and self._grid.part == 0:
+        if own and self.grid.part == 0:
             loss += sum(float(part) for part in own)
 
         def add_over_ranks(squares: Tensor) -> None:
@@ -148,11 +150,30 @@ class Learner:
             squares.copy_(together[:-1])
             loss.copy_(together[-1])
 
+        held = self._held()
         try:
-            norm = clip(self._held(), names=self._names, most=self._job.clip, add_over_ranks=add_over_ranks)
-        except RunError as error:
-            raise RunError(f"step {step}: {error}; the loss is {loss.item():.6g}") from None
+            norm = clip(held, names=self._names, most=self._job.clip, add_over_ranks=add_over_ranks)
+        except RunError:
+            raise self._broken(step, loss.item(), held) from None
+        if not math.isfinite(loss.item()):
+            raise self._broken(step, loss.item(), held)
         return loss.item(), norm
+
+    def _broken(self, step: int, loss: float, held: Sequence[Held]) -> RunError:
+        """What is no number, and where: the parameter nearest to the loss, where the backward began. All ranks ask."""
+        mine = [item.name for item in held if not torch.isfinite(item.gradient).all()]
+        deepest = max(self.stages)  # a rank's last stage
+        self._world.store.set(f"broken/{self.grid.rank}", json.dumps([deepest, mine]))
+        told = [json.loads(self._world.store.get(f"broken/{rank}")) for rank in range(self._world.size)]
+        _, rank = max((stage, -rank) for rank, (stage, names) in enumerate(told) if names or stage == deepest)
+        names = told[-rank][1]
+        rate = learning_rate(self._job.rate, step=step)
+        what = f"the gradient of {names[-1]} on rank {-rank} is not finite" if names else "all gradients are finite"
+        several = f", nor are {sum(len(own) for _, own in told) - 1} others on all ranks" if names else ""
+        remedy = "a smaller --learning-rate, a --warmup, a --clip, or other data"
+        return RunError(
+            f"step {step}: the loss is {loss:.6g} at a learning rate of {rate:.3g}, {what}{several}; try {remedy}"
+        )
 
     def _held(self) -> list[Held]:
         """This rank's gradients; of what stages share the first holder counts."""

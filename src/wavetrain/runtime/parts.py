@@ -49,6 +49,11 @@ class Parts:
         last = {name for name, _ in self.head.references()}
         return tuple((shared, name) for name, shared in self.ties.items() if name in last and shared in first)
 
+    def references(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every (name, Parameter) of the whole model, under each of its names."""
+        for part in (self.embedding, *self.blocks, self.head):
+            yield from part.references()
+
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every (name, Parameter) of the whole model; what the ends share comes once per end."""
         for part in (self.embedding, *self.blocks, self.head):

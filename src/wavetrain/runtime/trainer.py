@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
 
-from wavetrain.base.errors import RunError
 from wavetrain.model.model import Model
 from wavetrain.runtime.chunk import Batch, Chunk, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
+from wavetrain.runtime.export import save_model
 from wavetrain.runtime.inject import injector
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Done, Learner
@@ -52,11 +51,12 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
         for step in range(job.steps):
             done.append(runner.step(step))
             ends.append(time.monotonic())
-            _check(step, done[-1])
             if world.rank == 0 and done[-1].loss is not None:
                 _tell(_step_record(job, step, done[-1], ends[-1] - (ends[-2] if step else begun), runner), log)
             if step:
                 done[-2] = Done([], done[-2].loss, done[-2].gradient_norm)  # a long run keeps its last step's moments
+        if job.save is not None and isinstance(runner, Learner):
+            save_model(runner, world, job.save, config=job.config)
         moments = done[-1].moments
         peak = runner.static_bytes + max((moment.held_bytes for moment in moments), default=0)
         ahead_s = clock_ahead_s(world.rank, world.size)
@@ -71,13 +71,6 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
 def _record(world: World, rank: int) -> RankRecord:
     moments = read_moments(world.store.get(f"moments/{rank}").decode())
     return RankRecord(moments, *json.loads(world.store.get(f"record/{rank}")))
-
-
-def _check(step: int, done: Done) -> None:
-    """A loss that is no number ends the run, on every rank."""
-    if done.loss is not None and not math.isfinite(done.loss):
-        remedy = "a smaller --learning-rate, more --warmup, or other data"
-        raise RunError(f"the loss of step {step} is {done.loss} (learning rate {done.learning_rate:.3g}): {remedy}")
 
 
 def _step_record(job: Job, step: int, done: Done, seconds: float, runner: Learner | _Emulator) -> StepRecord:

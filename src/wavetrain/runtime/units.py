@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from wavetrain.base.errors import InputError, Problem
+from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.model.model import Layer
 from wavetrain.model.operator import Operator
 from wavetrain.plan.layout import Choice
@@ -22,6 +22,8 @@ from wavetrain.plan.plan import Plan, Variant
 from wavetrain.runtime.replicated import Replicated
 from wavetrain.runtime.split import Pieces, Split, can_split, joined, split
 from wavetrain.runtime.stages import Stage
+
+MOST_PROBLEMS = 5  # of one kind that are told
 
 
 @dataclass(frozen=True)
@@ -250,16 +252,21 @@ def _put(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
 
 def check_shapes(module: nn.Module, plan: Plan) -> None:
     """Whether the module has what the plan's model has."""
-    shapes = {name: tuple(module.get_parameter(path).shape) for name, path in _paths(module)}
+    check_parameters({name: tuple(module.get_parameter(path).shape) for name, path in _paths(module)}, plan)
+
+
+def check_parameters(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
+    """Whether parameters, by their names, are those of the plan's model."""
     problems = []
     for parameter in plan.model.parameters():
         found = shapes.get(parameter.name)
         if found != parameter.shape:
             has = "has no such parameter" if found is None else f"has one of shape {found}"
             rule = f"the module {has}; the plan's model {plan.model.name} has one of shape {parameter.shape}"
-            problems.append(Problem(where=parameter.name, rule=rule))
+            near = nearest(parameter.name, shapes) if found is None else ()
+            problems.append(Problem(where=parameter.name, rule=rule, nearest=near))
     if problems:
-        raise InputError(problems)
+        raise InputError(problems[:MOST_PROBLEMS])
 
 
 def _owner(name: str) -> str:
