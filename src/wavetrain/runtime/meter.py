@@ -6,6 +6,7 @@ tracker does. So the peak is that of all moments, those inside a backward too, a
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -48,6 +50,10 @@ _MAKERS: tuple[tuple[type, str, Kind], ...] = (
 )
 
 
+_COLLECTIVES = ("all_gather_single", "reduce_scatter_single")  # with which FSDP2 gathers and reduces
+_LET_GO_S = 1.0  # far more than a thread takes for it
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What is alive now, by kind, and what was at the fullest moment; gathers and reductions of FSDP2 are known."""
 
@@ -70,8 +76,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def making(self, kind: Kind) -> Iterator[None]:
-        """What is made here is of this kind; what an outer function makes of it stays the outer one's."""
-        self._making.append(kind if self._making[-1] is Kind.OTHER else self._making[-1])
+        """What is made here is of this kind."""
+        self._making.append(kind)
         try:
             yield
         finally:
@@ -137,8 +143,12 @@ def metering(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> 
         for owner, name, kind in _MAKERS:
             patches.enter_context(patch.object(owner, name, _within(meter, kind, getattr(owner, name))))
         patches.enter_context(patch.object(UntypedStorage, "resize_", _noting(meter, UntypedStorage.resize_)))
+        for name in _COLLECTIVES:
+            patches.enter_context(patch.object(dist, name, _sending(meter, getattr(dist, name))))
         hooked = partial(_hook, meter, handles)
-        patches.enter_context(patch.object(FSDPParam, "init_unsharded_param", _then(FSDPParam.init_unsharded_param, hooked)))
+        patches.enter_context(
+            patch.object(FSDPParam, "init_unsharded_param", _then(FSDPParam.init_unsharded_param, hooked))
+        )
         for parameter in _fsdp_parameters(every):
             meter.follow(parameter.all_gather_outputs, Kind.GATHERED)
             hooked(parameter)
@@ -199,6 +209,27 @@ def _noting(meter: Meter, resize: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return resize_
+
+
+def _sending(meter: Meter, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """What a transport makes for itself is not counted: gloo, which has no reduce-scatter, copies what is reduced.
+
+    Its thread lets go of tensors a moment after it is done; that is waited for, or chance would say whether a buffer
+    that FSDP2 frees at once is still there at the next allocation.
+    """
+
+    @wraps(collective)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        before = [tensor._use_count() for tensor in tensors]  # noqa: SLF001 -- no public name
+        with meter.making(Kind.OTHER):
+            result = collective(*args, **kwargs)
+        end = time.monotonic() + (_LET_GO_S if result is None else 0.0)
+        while time.monotonic() < end and [tensor._use_count() for tensor in tensors] > before:  # noqa: SLF001
+            time.sleep(0)  # the thread needs Python's lock
+        return result
+
+    return run
 
 
 def _then(function: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:
