@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,12 @@ def test_public_names_are_frozen():
 def test_every_public_name_loads():
     for name in PUBLIC:
         assert getattr(wavetrain, name) is not None
+
+
+def test_names_stay_what_they_are_whatever_is_imported():
+    """A folder of the same name would take a function's place as soon as anybody imports it."""
+    folders = {path.stem for path in Path(wavetrain.__file__).parent.iterdir()}
+    assert not folders & set(PUBLIC)
 
 
 def test_unknown_name_is_an_attribute_error():

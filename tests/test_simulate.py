@@ -52,7 +52,7 @@ def test_a_plan_is_written_read_back_and_predicted_alike(run, tmp_path):
 
 
 def test_a_trace_opens_as_a_timeline(run, tmp_path):
-    from wavetrain.trace import read_chrome
+    from wavetrain.timeline import read_chrome
 
     file = tmp_path / "trace.json"
     found = simulated(run, "--pp", "4", "--trace", str(file))

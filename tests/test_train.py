@@ -18,7 +18,7 @@ from wavetrain.model import load_model
 from wavetrain.plan import Plan, Request, plan_of
 from wavetrain.plan.read import write_plan
 from wavetrain.schedule import parse_text
-from wavetrain.trace.chrome import read_chrome
+from wavetrain.timeline.chrome import read_chrome
 
 Run = Callable[..., Ran]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from wavetrain.planner.ask import search
     from wavetrain.runtime.parallelize import parallelize
     from wavetrain.sim.predict import simulate
-    from wavetrain.trace import Timeline
+    from wavetrain.timeline import Timeline
 
 _HOME = {
     "Cluster": "wavetrain.cluster",
@@ -32,7 +32,7 @@ _HOME = {
     "InputError": "wavetrain.base.errors",
     "Model": "wavetrain.model",
     "Plan": "wavetrain.plan",
-    "Timeline": "wavetrain.trace",
+    "Timeline": "wavetrain.timeline",
     "WavetrainError": "wavetrain.base.errors",
     "Work": "wavetrain.model",
     "load_cluster": "wavetrain.cluster",

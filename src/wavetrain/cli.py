@@ -193,7 +193,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.show.prediction import prediction_card, prediction_document
     from wavetrain.sim.advice import remedies
     from wavetrain.sim.predict import simulate as predicted
-    from wavetrain.trace import write_chrome
+    from wavetrain.timeline import write_chrome
 
     given = {f"--{name.replace('_', '-')}": value for name, value in stated.items() if value is not None}
     if plan is not None:

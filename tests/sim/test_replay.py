@@ -6,7 +6,7 @@ from wavetrain.schedule import SCHEDULES, Actions, Shape
 from wavetrain.sim import engine
 from wavetrain.sim.engine import StageTimes
 from wavetrain.sim.replay import idle_share, replay
-from wavetrain.trace.timeline import Event, Timeline
+from wavetrain.timeline.timeline import Event, Timeline
 
 
 def simulated(kind: str) -> tuple[Actions, engine.Result]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wavetrain.runtime.job import Job
     from wavetrain.runtime.trainer import RankRecord
     from wavetrain.schedule import Actions
-    from wavetrain.trace.timeline import Timeline
+    from wavetrain.timeline.timeline import Timeline
 
 
 def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
@@ -123,7 +123,7 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
     from wavetrain.base.codec import dumps
     from wavetrain.sim.predict import simulate
     from wavetrain.sim.replay import idle_share, replay
-    from wavetrain.trace.chrome import write_chrome
+    from wavetrain.timeline.chrome import write_chrome
 
     measured = _timeline(first_pipeline(job, records))
     predicted, ideal = simulate(job.plan), replay(job.actions, measured)
@@ -163,8 +163,8 @@ def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline)
     from wavetrain.plan.read import write_plan
     from wavetrain.runtime.logs import write_environment
     from wavetrain.schedule import write_text
-    from wavetrain.trace.chrome import write_chrome
-    from wavetrain.trace.picture import svg
+    from wavetrain.timeline.chrome import write_chrome
+    from wavetrain.timeline.picture import svg
 
     names = ("predicted" if job.emulated else "replayed", "measured")
     write(output / "plan.json", write_plan(job.plan))

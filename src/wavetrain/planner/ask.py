@@ -6,8 +6,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from wavetrain.base.errors import InputError, Problem, nearest
+from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster
 from wavetrain.model.model import Model
+from wavetrain.plan.stack import Precision
 from wavetrain.planner.progress import Watch, to_log
 from wavetrain.planner.question import FAMILIES, Objective, Pins, Question, precision_for
 from wavetrain.planner.search import Answer
@@ -53,8 +55,18 @@ def question(model: Model, cluster: Cluster, *, global_batch: int, **options: An
     stated["objective"] = Objective(stated.get("objective", Objective.THROUGHPUT))
     stated.setdefault("seq_len", model.seq_len)
     stated.setdefault("precision", precision_for(cluster.device))
+    if isinstance(stated["precision"], str):
+        stated["precision"] = _precision(stated["precision"])
     made = Question(model=model, cluster=cluster, global_batch=global_batch, **stated)
     return replace(made, pins=Pins(**{name: value for name, value in options.items() if name in pins}))
+
+
+def _precision(word: str) -> Precision:
+    """A format by its name, as the command line has it; products alone are in fp8."""
+    words = tuple(dtype.value for dtype in (DType.BF16, DType.FP16, DType.FP32, DType.FP8))
+    if word not in words:
+        raise InputError(_word("precision", word, words))
+    return Precision(compute=DType.BF16 if word == "fp8" else DType(word), products=DType(word))
 
 
 def _unknown(name: str, legal: set[str]) -> Problem:

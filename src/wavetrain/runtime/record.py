@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from wavetrain.runtime.executor import Moment
-from wavetrain.trace.timeline import Counter, Event, Timeline
+from wavetrain.timeline.timeline import Counter, Event, Timeline
 
 ROUND_TRIPS = 8
 

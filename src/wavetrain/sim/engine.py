@@ -35,7 +35,7 @@ from wavetrain.sim.entries import (
 )
 from wavetrain.sim.program import DEFAULT, FORWARD, HELD, HOLDINGS, JOIN, LINK, SHARD, Graph, Items, Program, Rules
 from wavetrain.sim.program import compile as compile  # noqa: A004, PLC0414 - part of the interface
-from wavetrain.trace.timeline import Counter, Event, Timeline
+from wavetrain.timeline.timeline import Counter, Event, Timeline
 
 __all__ = ["Costs", "Messages", "Program", "Result", "Rules", "StageBytes", "StageTimes", "compile", "run"]
 

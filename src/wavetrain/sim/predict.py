@@ -29,7 +29,7 @@ from wavetrain.sim.engine import Result, StageBytes, StageTimes
 from wavetrain.sim.estimate import Estimate, estimate, straggling
 from wavetrain.sim.gather import gather, variants
 from wavetrain.sim.stages import fullest_rank, peak_parts, stage_bytes, stage_times, static_bytes
-from wavetrain.trace.timeline import Timeline
+from wavetrain.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)

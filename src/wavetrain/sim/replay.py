@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind
 from wavetrain.schedule.evaluate import needed
-from wavetrain.trace.timeline import Event, Timeline
+from wavetrain.timeline.timeline import Event, Timeline
 
 
 def replay(actions: Actions, measured: Timeline) -> Timeline:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from wavetrain.trace import Counter, Event, Timeline
+from wavetrain.timeline import Counter, Event, Timeline
 
 EVENTS = (
     Event(1.0, 2.0, 0, "compute", "0F1"),

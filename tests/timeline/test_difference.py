@@ -1,4 +1,4 @@
-from wavetrain.trace import Event, Shift, Timeline, difference
+from wavetrain.timeline import Event, Shift, Timeline, difference
 
 
 def event(start: float, end: float, name: str, rank: int = 0) -> Event:

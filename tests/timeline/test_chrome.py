@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavetrain.base.errors import InputError
-from wavetrain.trace import Counter, Event, Timeline, read_chrome, write_chrome
+from wavetrain.timeline import Counter, Event, Timeline, read_chrome, write_chrome
 
 times = st.floats(0, 1e6, allow_subnormal=False)
 names = st.text(max_size=8)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from wavetrain.trace.timeline import Event, Timeline
+from wavetrain.timeline.timeline import Event, Timeline
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from wavetrain.trace.timeline import Event, Timeline
+from wavetrain.timeline.timeline import Event, Timeline
 
 COLOURS = {"F": "#56B4E9", "B": "#E69F00", "I": "#F0E442", "W": "#009E73", "RECOMPUTE": "#CC79A7"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "RECOMPUTE": "recomputation"}

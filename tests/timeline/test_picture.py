@@ -3,8 +3,8 @@
 import re
 from xml.etree import ElementTree
 
-from wavetrain.trace.picture import svg
-from wavetrain.trace.timeline import Event, Timeline
+from wavetrain.timeline.picture import svg
+from wavetrain.timeline.timeline import Event, Timeline
 
 FIRST = Timeline((Event(0.0, 1.0, 0, "compute", "0F0"), Event(1.0, 3.0, 0, "compute", "0B0")))
 SECOND = Timeline((Event(5.0, 6.5, 0, "compute", "0F0"), Event(6.5, 9.0, 1, "compute", "1W12")))

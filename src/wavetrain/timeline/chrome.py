@@ -16,7 +16,7 @@ from typing import Any
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.base.units import EXACT
-from wavetrain.trace.timeline import Counter, Event, Timeline
+from wavetrain.timeline.timeline import Counter, Event, Timeline
 
 _MICRO = 6  # decimal places between seconds and microseconds
 

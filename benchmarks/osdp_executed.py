@@ -1,0 +1,473 @@
+"""OSDP's claim, executed: what the planner mixes under a memory limit, beside FSDP2 that shards all of it, and DDP.
+
+Two hosts are network namespaces with one rank each, joined by a link that `tc tbf` limits; compute and messages (gloo)
+are real, in float32 on one thread. This machine is measured first and described as a cluster file; the planner is asked
+twice: with half of the memory between what all sharded and all replicated need, and with as much as all replicated
+needs. A step is forward, backward, the reduction of gradients and AdamW's step. All sides have the same modules, values
+and data and alternate step by step in the same processes; a step's time is the latest rank's end minus a common start.
+What is held is counted by PyTorch's profiler in one more step: every tensor that is alive, activations and buffers too.
+
+    sudo python benchmarks/osdp_executed.py [--rate 1.5gbit] [--repeats 15] [--hidden 512] [--seq-len 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' network is this benchmark's too
+
+import torch
+import torch.distributed as dist
+from tests.runtime.namespaces import Network as Hosts
+from tests.runtime.namespaces import network
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from wavetrain.base.units import DType
+from wavetrain.cluster import Cluster, Device, Group, Network, Node, Rates, load_cluster, write_cluster
+from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.model import Architecture, Model
+from wavetrain.model.architecture import Stretch
+from wavetrain.model.transformer import build
+from wavetrain.plan import Layout, Plan, Precision
+from wavetrain.plan.stack import Fusion, Stack
+from wavetrain.planner.ask import question
+from wavetrain.planner.choose import choose
+from wavetrain.planner.mixed import instance, plan_of
+from wavetrain.planner.question import Pins, Question
+from wavetrain.planner.search import end_groups, search
+from wavetrain.runtime.chunk import wait_until
+from wavetrain.runtime.composed import compose
+from wavetrain.runtime.grid import open_grid
+from wavetrain.runtime.launch import run_local
+from wavetrain.runtime.report import Limits
+from wavetrain.runtime.sharded import run_step
+from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
+from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.world import World, gloo_group
+from wavetrain.show.plan import sentence
+from wavetrain.sim.predict import Outline, outline
+
+RANKS, MICROBATCH, BLOCKS, VOCAB = 2, 2, 6, 8000
+FASTER, NO_SLOWER = 1.10, 1.03  # than FSDP2 at least; over DDP's step at most
+BETWEEN = 0.5  # where the limit is, from all sharded to all replicated
+FULL = Precision(compute=DType.FP32, products=DType.FP32)
+EAGER = Stack(elementwise=Fusion.EAGER, norm=Fusion.EAGER)
+PATIENT = Limits(floor_s=300.0, start_s=300.0)  # others work on this machine
+_PR_SET_PDEATHSIG = 1
+
+Step = Callable[[], object]
+
+
+# --- this machine as a cluster ---
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank does while the other does the same."""
+
+    flops_per_s: float
+    copied_bytes_per_s: float
+    sent_bytes_per_s: float
+    latency_s: float
+    beside: float  # share of an all-reduce that shows beside products which take as long
+
+
+def calibrate(hosts: Hosts, model: Model) -> Measured:
+    def work(world: World) -> None:
+        torch.set_num_threads(1)
+        with gloo_group(world, timeout_s=300):
+            found = _calibrated(model)
+        if world.rank == 0:
+            world.give(json.dumps(found).encode())
+
+    return Measured(*json.loads(on_hosts(hosts, work)[0]))
+
+
+def _calibrated(model: Model) -> list[float]:
+    a = model.architecture
+    assert a is not None
+    x, w = torch.randn(MICROBATCH * a.seq_len, a.hidden), torch.randn(a.hidden, a.ffn)
+    product_s = _seconds(lambda: x @ w, 100)
+    source, target = torch.zeros(2, 2**24)
+    copy_s = _seconds(lambda: target.copy_(source), 10)
+    sizes = (2**10, 2**24)  # bytes of the whole; half of it is sent each way
+    wholes = [torch.zeros(size // 4) for size in sizes]
+    gather_s = [_seconds(lambda w=w: dist.all_gather_single(w, w[: len(w) // RANKS].clone()), 8) for w in wholes]
+    rate = (sizes[1] - sizes[0]) / RANKS / (gather_s[1] - gather_s[0])
+    reduce_s = _seconds(lambda: dist.all_reduce(wholes[1]), 8)
+    products = round(reduce_s / product_s)
+
+    def both() -> None:
+        work = dist.all_reduce(wholes[1], async_op=True)
+        for _ in range(products):
+            x @ w
+        work.wait()
+
+    beside = (_seconds(both, 8) - max(reduce_s, products * product_s)) / min(reduce_s, products * product_s)
+    return [
+        2 * x.numel() * a.ffn / product_s,
+        2 * source.nbytes / copy_s,
+        rate,
+        gather_s[0],
+        min(1.0, max(0.0, beside)),
+    ]
+
+
+def _seconds(act: Step, repeats: int) -> float:
+    """The least of some, which other work on the machine has lengthened least; each begins on all ranks together."""
+    act()
+    return min(timed(act, ahead_s=0.001) for _ in range(repeats))
+
+
+def described(measured: Measured, memory_bytes: float, folder: Path) -> Cluster:
+    """A cluster file of what was measured, as a user would write it, and read again."""
+    device = Device(
+        name="core",
+        title="one core of this machine",
+        peak=Rates(fp32=measured.flops_per_s),
+        memory_bytes=int(memory_bytes),
+        memory_bytes_per_s=measured.copied_bytes_per_s,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        idle_w=5.0,
+        busy_w=12.0,
+        limit_w=15.0,
+        usd_per_hour=0.05,
+    )
+    rates = {"nic_bytes_per_s": measured.sent_bytes_per_s, "latency_s": measured.latency_s}
+    link = Network(name="veth", nics=1, efficiency=1.0, start_s=0.0, ramp_s=0.0, tree=False, **rates)
+    node = Node("namespace", "a network namespace", device, 1, 20.0, (), link)
+    file = folder / "cluster.yaml"
+    write_cluster(Cluster("namespaces:2", (Group(node, RANKS),)), file)
+    return load_cluster(file)
+
+
+def laws_here(measured: Measured) -> Laws:
+    """No context, no allocator: tensors only are counted. FSDP2 waits for every collective on a CPU."""
+    nothing = dict.fromkeys(("reserve_bytes", "buffer_bytes", "fragmentation", "step_s", "gap_s"), 0.0)
+    exposed = {"link_exposed": 1.0, "network_exposed": 1.0, "gradient_exposed": measured.beside}
+    return replace(load_laws(), **nothing, **exposed)
+
+
+# --- what is asked of the planner ---
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: Model
+    measured: Measured
+    folder: Path
+
+    def question(self, memory_bytes: float) -> Question:
+        return question(
+            self.model,
+            described(self.measured, memory_bytes, self.folder),
+            global_batch=RANKS * MICROBATCH,
+            precision=FULL,
+            stack=EAGER,
+            laws=laws_here(self.measured),
+        )
+
+    def uniform(self, family: str) -> tuple[Plan, Outline]:
+        """All operators alike, whatever that needs."""
+        pins = Pins(tp=1, cp=1, pp=1, dp=RANKS, microbatch=MICROBATCH)
+        found = search(replace(self.question(2.0**40), only=(family,), pins=pins)).found[0]
+        return found.plan, found.outline
+
+    def best(self, memory_bytes: float) -> tuple[Plan, Outline]:
+        """The best mixture that fits and that the runtime can run: it shards optimizer states with parameters only.
+
+        That is the planner's inner problem of the one layout; its answer is proven, or this fails.
+        """
+        one, found = self.question(memory_bytes), list[tuple[Plan, Outline]]()
+        layout = Layout(global_batch=one.global_batch, microbatch=MICROBATCH, dp=RANKS)
+        for end_shard in end_groups(one, layout):
+            made = instance(one, layout, end_shard)
+            chosen = choose(made.problem, time_limit_s=60.0)
+            if chosen.selection is not None:
+                assert chosen.gap == 0, "no proof within a minute"
+                plan = plan_of(made, chosen.selection)
+                found.append((plan, outline(plan, one.laws)))
+        return min(found, key=lambda item: item[1].step_s)
+
+
+# --- the sides ---
+
+
+@dataclass(frozen=True)
+class Side:
+    """Something to be measured: its step, and what stays when no step runs."""
+
+    step: Step
+    losses: list[float]
+    resident_bytes: Callable[[], int]
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def stage_of(plan: Plan) -> Stage:
+    stages = cut_into_stages(parts_of(plan.model), plan.cut, [0])
+    materialize(stages, seed=0)
+    return stages[0]
+
+
+def side(stage: Stage, backward: Callable[[], Tensor]) -> Side:
+    """With AdamW on what the rank has of the parameters."""
+    held = [_local(parameter) for parameter in stage.parameters()]
+    optimizer, losses = torch.optim.AdamW(held, foreach=True), list[float]()
+
+    def step() -> None:
+        losses.append(backward().item())
+        for own, parameter in zip(held, stage.parameters(), strict=True):
+            own.grad = None if parameter.grad is None else _local(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        stage.zero_grad()
+
+    def resident_bytes() -> int:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*held, *states))
+
+    return Side(step, losses, resident_bytes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def planned(plan: Plan, world: World, pair: Pair) -> Side:
+    stage = stage_of(plan)
+    composed = compose(stage, plan, open_grid(plan, rank=world.rank, size=world.size), is_split=False)
+    return side(stage, lambda: run_step(composed.sharded, [lambda: stage(*pair)])[0])
+
+
+def sharded(plan: Plan, _world: World, pair: Pair) -> Side:
+    """FSDP2 as its documentation has it: blocks, then the rest."""
+    stage = stage_of(plan)
+    for module in (*stage.blocks, stage):
+        fully_shard(module, reshard_after_forward=True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return side(stage, lambda: _backward(stage(*pair)))
+
+
+def replicated(plan: Plan, _world: World, pair: Pair) -> Side:
+    stage = stage_of(plan)
+    module = DistributedDataParallel(stage)
+    return side(stage, lambda: _backward(module(*pair)))
+
+
+def alone(plan: Plan, _world: World, pair: Pair) -> Side:
+    """Without the other rank: what is left when nothing is sent."""
+    stage = stage_of(plan)
+    return side(stage, lambda: _backward(stage(*pair)))
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+# --- measuring ---
+
+
+def timed(step: Step, *, ahead_s: float = 0.01) -> float:
+    """Seconds from a common start to the end of the last rank."""
+    start = torch.tensor([time.monotonic() + ahead_s], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    wait_until(start.item())
+    step()
+    took = torch.tensor([time.monotonic() - start.item()], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def peak_bytes(one: Side) -> int:
+    """All tensors alive at the fullest moment of a step."""
+    before = one.resident_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        one.step()
+    results = found.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in sorted(results, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    return before + max(accumulate(changes))
+
+
+def measure(made: dict[str, tuple[Callable[..., Side], Plan]], repeats: int, world: World) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # a root without a gradient for its input
+    plan = next(iter(made.values()))[1]
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens, targets = torch.randint(VOCAB, (2, MICROBATCH, plan.seq_len), generator=generator)
+    sides = {name: make(plan, world, (tokens, targets)) for name, (make, plan) in made.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(repeats + 2):
+        for name in list(sides) if repeat % 2 else reversed(sides):
+            world.progress.computing(repeat, name)
+            took = timed(sides[name].step)
+            if repeat > 1:  # the first two warm up
+                seconds[name].append(took)
+    compare({name: one.losses for name, one in sides.items() if name != "alone"})
+    return {"seconds": seconds, "peak": {name: peak_bytes(one) for name, one in sides.items()}}
+
+
+def compare(losses: dict[str, list[float]]) -> None:
+    """All sides learnt the same. DDP averages gradients, which AdamW can't tell from their sum."""
+    first, *others = losses.values()
+    for other in others:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(first), rtol=1e-2, atol=0.0)
+
+
+# --- hosts ---
+
+
+@contextmanager
+def limited_hosts(rate: str) -> Iterator[Hosts]:
+    """Namespaces whose links send at most so much; removed whatever ends this."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    with network(RANKS) as hosts:
+        for host in hosts.hosts:
+            words = f"-n {host.name} qdisc add dev {host.interface} root tbf rate {rate} burst 256kb latency 50ms"
+            subprocess.run(["tc", *words.split()], check=True, timeout=20)
+        yield hosts
+
+
+def on_hosts(hosts: Hosts, work: Callable[[World], None]) -> list[bytes]:
+    """What ranks gave, one on each host."""
+    with tempfile.NamedTemporaryFile() as file:
+
+        def act() -> int:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            outcome = run_local(work, RANKS, host=hosts.address, prepare=hosts.prepare, limits=PATIENT)
+            Path(file.name).write_text(json.dumps([given.decode() for given in outcome.results]), encoding="utf-8")
+            return outcome.exit_code
+
+        code = hosts.run(act)
+        if code:
+            raise SystemExit(code)
+        return [given.encode() for given in json.loads(file.read())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", default="1.5gbit", help="of each host's link, as tc has it")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--seq-len", type=int, default=128)
+    given = parser.parse_args()
+    if os.geteuid() != 0:
+        raise SystemExit("network namespaces need root: sudo python benchmarks/osdp_executed.py")
+    architecture = Architecture(
+        family="llama",
+        layers=(Stretch(BLOCKS),),
+        hidden=given.hidden,
+        heads=8,
+        kv_heads=8,
+        head_dim=given.hidden // 8,
+        ffn=given.hidden * 11 // 4,
+        vocab=VOCAB,
+        seq_len=given.seq_len,
+    )
+    model = build(architecture, name="small")
+    with tempfile.TemporaryDirectory() as folder, limited_hosts(given.rate) as hosts:
+        measured = calibrate(hosts, model)
+        report(hosts, Asked(model, measured, Path(folder)), given.rate, given.repeats)
+
+
+def report(hosts: Hosts, asked: Asked, rate: str, repeats: int) -> None:
+    m, model = asked.measured, asked.model
+    print(
+        f"{model.num_parameters / 1e6:.1f} M parameters, {MICROBATCH} x {model.seq_len} tokens per rank, {RANKS} hosts;"
+        f" measured: {m.flops_per_s / 1e9:.1f} GFLOP/s, {m.copied_bytes_per_s / 1e9:.1f} GB/s,"
+        f" link of {rate}: {m.sent_bytes_per_s * 8 / 1e9:.2f} Gbit/s after {m.latency_s * 1e6:.0f} us,"
+        f" {m.beside:.0%} of an all-reduce shows beside products.\n",
+        flush=True,
+    )
+    (all_sharded, least), (all_replicated, most) = asked.uniform("fsdp"), asked.uniform("ddp")
+    limit = least.needed_bytes + BETWEEN * (most.needed_bytes - least.needed_bytes)
+    mix, mixed = asked.best(limit)
+    roomy, roomily = asked.best(most.needed_bytes)
+    if roomy == mix:
+        raise SystemExit("both limits have the same plan: nothing to compare")
+    rows = {
+        "alone": (alone, all_replicated, None, None),
+        "fsdp2": (sharded, all_sharded, limit, least),
+        "mix": (planned, mix, limit, mixed),
+        "ddp": (replicated, all_replicated, most.needed_bytes, most),
+        "roomy": (planned, roomy, most.needed_bytes, roomily),
+    }
+    for name in ("mix", "roomy"):
+        print(f"{TITLES[name]}: {sentence(rows[name][1])}.")
+    load = os.getloadavg()[0]
+    found = run(hosts, {name: row[:2] for name, row in rows.items()}, repeats)
+    print(f"\nLoad of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {RANKS} of it ours.\n\n{HEAD}")
+    for name, (_, _, bytes_allowed, said) in rows.items():
+        cells = [TITLES[name], *(f"{at(found['seconds'][name]) * 1e3:.0f}" for at in (statistics.median, min))]
+        cells += [f"{said.step_s * 1e3:.0f}" if said else "", f"{found['peak'][name] / 1e6:.0f}"]
+        cells += [f"{said.needed_bytes / 1e6:.0f}" if said else "", f"{bytes_allowed / 1e6:.0f}" if said else ""]
+        print(f"| {' | '.join(cells)} |")
+    print("\n" + "\n".join(verdicts(found, limit, most.needed_bytes)))
+
+
+TITLES = {
+    "alone": "one rank, nothing sent",
+    "fsdp2": "FSDP2, all sharded",
+    "mix": "planned for the tight limit",
+    "ddp": "DistributedDataParallel",
+    "roomy": "planned where all replicated fits",
+}
+HEAD = (
+    "| side | median ms | least ms | predicted ms | holds MB | predicted MB | limit MB |\n|---|---|---|---|---|---|---|"
+)
+
+
+def run(hosts: Hosts, made: dict[str, tuple[Callable[..., Side], Plan]], repeats: int) -> dict[str, Any]:
+    def work(world: World) -> None:
+        with gloo_group(world, timeout_s=300):
+            found = measure(made, repeats, world)
+        if world.rank == 0:
+            world.give(json.dumps(found).encode())
+
+    return json.loads(on_hosts(hosts, work)[0])
+
+
+def verdicts(found: dict[str, Any], tight: float, roomy: float) -> Iterator[str]:
+    median = {name: statistics.median(seconds) for name, seconds in found["seconds"].items()}
+    yield f"FSDP2 communicates for {1 - median['alone'] / median['fsdp2']:.0%} of its step."
+    gain = median["fsdp2"] / median["mix"]
+    yield f"The mix is {gain - 1:+.1%} faster than FSDP2; at least {FASTER - 1:.0%}: {_word(gain >= FASTER)}."
+    ratio = median["roomy"] / median["ddp"]
+    yield f"Where DDP fits, the plan's step is {ratio:.3f} of DDP's; at most {NO_SLOWER}: {_word(ratio <= NO_SLOWER)}."
+    for name, limit in (("mix", tight), ("roomy", roomy)):
+        held = found["peak"][name]
+        yield f"{TITLES[name].capitalize()}: holds {held / limit:.1%} of its limit; within: {_word(held <= limit)}."
+
+
+def _word(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+if __name__ == "__main__":
+    main()
