@@ -1,11 +1,15 @@
-"""`parallelize` beside what PyTorch has for the same: replicated beside DistributedDataParallel, sharded beside FSDP2.
+"""A plan's step beside what PyTorch has for the same: DistributedDataParallel, FSDP2 and `parallelize_module`.
 
 Every rank is a process with one thread; compute and messages (gloo) are real, in float32. A step is forward, backward
 and the reduction of gradients, without an optimizer. Both sides have the same modules, values and data, and alternate
 step by step in the same processes; a step's time is the latest rank's end minus a common start. What counts is the
-ratio of medians: other work on the machine slows both. Gradients are compared at the end.
+ratio of medians: other work on the machine slows both. Losses and gradients are compared at the end.
+
+Operators are cut as in PyTorch's own tutorial: columns, then rows, the vocabulary, and the loss (`loss_parallel`). What
+enters a region is wrapped once (`PrepareModuleInput`), and norms' gradients are added at the end, on both sides.
 
     python benchmarks/parallelize.py [--ranks 2] [--repeats 15] [--microbatches 1,4] [--hidden 512] [--seq-len 128]
+                                     [--only replicated,sharded,tensor,sequence]
 """
 
 from __future__ import annotations
@@ -25,7 +29,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from wavetrain.base.units import DType
@@ -35,14 +50,19 @@ from wavetrain.model.architecture import Stretch
 from wavetrain.model.transformer import build
 from wavetrain.plan import Choice, Layout, OperatorChoice, Plan, Precision
 from wavetrain.runtime.chunk import wait_until
+from wavetrain.runtime.grid import open_grid
 from wavetrain.runtime.launch import run_local
+from wavetrain.runtime.report import Limits
 from wavetrain.runtime.sharded import parallelize, run_step, whole_gradients
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
+from wavetrain.runtime.tensor import add_partial, connect, cut_parameters
 from wavetrain.runtime.transformer import parts_of
 from wavetrain.runtime.world import World, gloo_group
 
 BLOCKS, VOCAB = 6, 8000
 ASKED = 1.03  # of PyTorch's step at most
+CUT = ("tensor", "sequence")  # kinds whose ranks are parts of one replica
+PATIENT = Limits(floor_s=120.0)  # others work on this machine
 
 
 @dataclass(frozen=True)
@@ -70,12 +90,14 @@ class Setting:
             vocab=VOCAB,
             seq_len=self.seq_len,
         )
-        sharded = self.kind == "sharded"
+        sharded, cut = self.kind == "sharded", self.kind in CUT
         ends = Choice(self.ranks, keep=True)
+        degrees = {"tp" if cut else "dp": self.ranks, "sequence_parallel": self.kind == "sequence"}
+        replicas = 1 if cut else self.ranks
         return Plan(
             model=build(architecture, name="small"),
             cluster=load_cluster("dgx-h100:1").part(self.ranks),
-            layout=Layout(global_batch=2 * self.ranks * self.microbatches, microbatch=2, dp=self.ranks),
+            layout=Layout(global_batch=2 * replicas * self.microbatches, microbatch=2, **degrees),
             cut=(BLOCKS,),
             seq_len=self.seq_len,
             choice=Choice(self.ranks if sharded else 1),
@@ -84,8 +106,8 @@ class Setting:
         )
 
 
-Step = Callable[[], object]
-Gradients = Callable[[], dict[str, Tensor]]  # in full, by path
+Step = Callable[[], list[Tensor]]  # the losses of its microbatches
+Gradients = Callable[[], dict[str, Tensor]]  # in full, or this part's, by path
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -99,9 +121,9 @@ def ours(plan: Plan, world: World, batches: Batches) -> tuple[Step, Gradients]:
     sharded = parallelize(stage_of(plan), plan, world)
     module = sharded.module
 
-    def step() -> None:
+    def step() -> list[Tensor]:
         module.zero_grad()
-        run_step(sharded, [lambda pair=pair: module(*pair) for pair in batches])
+        return run_step(sharded, [lambda pair=pair: module(*pair) for pair in batches])
 
     paths = {name: pieces.paths[0] for name, pieces in sharded.pieces.items()}
     return step, lambda: {paths[name]: found for name, found in whole_gradients(sharded).items()}
@@ -111,11 +133,13 @@ def replicated(plan: Plan, _world: World, batches: Batches) -> tuple[Step, Gradi
     stage = stage_of(plan)
     module = DistributedDataParallel(stage)
 
-    def step() -> None:
+    def step() -> list[Tensor]:
         module.zero_grad()
+        losses = []
         for number, pair in enumerate(batches):
             with nullcontext() if number == len(batches) - 1 else module.no_sync():
-                module(*pair).backward()
+                losses.append(_backward(module(*pair)))
+        return losses
 
     ranks = plan.layout.dp  # it has divided by them
     return step, lambda: {path: p.grad * ranks for path, p in stage.named_parameters()}
@@ -128,17 +152,96 @@ def sharded(plan: Plan, _world: World, batches: Batches) -> tuple[Step, Gradient
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
-    def step() -> None:
+    def step() -> list[Tensor]:
         stage.zero_grad()
+        losses = []
         for number, pair in enumerate(batches):
             stage.set_requires_gradient_sync(number == len(batches) - 1)
-            stage(*pair).backward()
+            losses.append(_backward(stage(*pair)))
+        return losses
 
     return step, lambda: {path: p.grad.full_tensor() for path, p in stage.named_parameters()}
 
 
-THEIRS = {"replicated": replicated, "sharded": sharded}
-NAMES = {"replicated": "DistributedDataParallel", "sharded": "fully_shard"}
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+# --- operators that are cut ---
+
+
+def our_parts(plan: Plan, world: World, batches: Batches) -> tuple[Step, Gradients]:
+    stage = stage_of(plan)
+    parallel = cut_parameters(stage, plan, open_grid(plan, rank=world.rank, size=world.size))
+    connect(stage, parallel)
+
+    def step() -> list[Tensor]:
+        stage.zero_grad()
+        losses = [_backward(stage(*pair)) for pair in batches]
+        add_partial(stage, parallel)
+        return losses
+
+    return step, lambda: {path: p.grad for path, p in stage.named_parameters()}
+
+
+def their_parts(plan: Plan, world: World, batches: Batches) -> tuple[Step, Gradients]:
+    stage = stage_of(plan)
+    mesh = init_device_mesh("cpu", (world.size,))
+    parallelize_module(stage, mesh, styles(sequence=plan.layout.sequence_parallel))
+
+    def step() -> list[Tensor]:
+        stage.zero_grad()
+        with loss_parallel():
+            losses = [_backward(stage(*pair)).to_local() for pair in batches]
+        for parameter in stage.parameters():  # norms' are shares of sums, the embedding's is whole
+            if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        return losses
+
+    return step, lambda: {path: _local(p.grad) for path, p in stage.named_parameters()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def styles(*, sequence: bool) -> dict[str, ParallelStyle]:
+    """What PyTorch is told of a Llama's operators."""
+    between = Shard(1) if sequence else Replicate()
+
+    def entered() -> PrepareModuleInput:
+        return PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+
+    logits = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    found: dict[str, ParallelStyle] = {
+        "embedding.tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head.head": logits,
+    }
+    found |= {f"blocks.*.{path}": entered() for path in ("attention", "mlp")}
+    found |= {f"blocks.*.{path}": ColwiseParallel() for path in words("attention.q attention.k attention.v")}
+    found |= {f"blocks.*.{path}": ColwiseParallel() for path in words("mlp.gate mlp.up")}
+    found |= {f"blocks.*.{path}": RowwiseParallel(output_layouts=between) for path in words("attention.out mlp.down")}
+    norms = words("blocks.*.attention_norm blocks.*.mlp_norm head.final_norm") if sequence else ()
+    return found | {path: SequenceParallel() for path in norms}
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+SIDES = {
+    "replicated": (ours, replicated),
+    "sharded": (ours, sharded),
+    "tensor": (our_parts, their_parts),
+    "sequence": (our_parts, their_parts),
+}
+NAMES = {
+    "replicated": "DistributedDataParallel",
+    "sharded": "fully_shard",
+    "tensor": "parallelize_module",
+    "sequence": "parallelize_module, SequenceParallel",
+}
 
 
 def timed(step: Step) -> float:
@@ -156,10 +259,11 @@ def measure(setting: Setting, world: World) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a root without a gradient for its input
     plan = setting.plan
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(0 if setting.kind in CUT else world.rank)
     shape = (setting.microbatches, 2, 2, setting.seq_len)
     batches = [(tokens, targets) for tokens, targets in torch.randint(VOCAB, shape, generator=generator)]
-    both = {name: make(plan, world, batches) for name, make in (("ours", ours), ("torch", THEIRS[setting.kind]))}
+    makers = zip(("ours", "torch"), SIDES[setting.kind], strict=True)
+    both = {name: make(plan, world, batches) for name, make in makers}
     found: dict[str, list[float]] = {name: [] for name in both}
     for repeat in range(setting.repeats + 2):
         order = list(both) if repeat % 2 else list(reversed(both))
@@ -168,6 +272,8 @@ def measure(setting: Setting, world: World) -> dict[str, list[float]]:
             seconds = timed(both[name][0])
             if repeat > 1:  # the first two warm up
                 found[name].append(seconds)
+    losses = [torch.stack(step()) for step, _ in both.values()]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0.0)
     compare(*(gradients() for _, gradients in both.values()))
     return found
 
@@ -187,7 +293,7 @@ def run(setting: Setting) -> dict[str, list[float]]:
         if world.rank == 0:
             world.give(json.dumps(found).encode())
 
-    outcome = run_local(work, setting.ranks)
+    outcome = run_local(work, setting.ranks, limits=PATIENT)
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
     return json.loads(outcome.results[0])
@@ -203,7 +309,7 @@ def main() -> None:
     parser.add_argument("--microbatches", default="1,4")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--only", default=",".join(THEIRS))
+    parser.add_argument("--only", default=",".join(SIDES))
     given = parser.parse_args()
     print(f"{HEAD}\n|{'---|' * 10}", flush=True)
     for kind in given.only.split(","):
