@@ -108,6 +108,7 @@ def _options(plan: Plan, steps: int, given: dict[str, Any]) -> dict[str, Any]:
         "data": stated.get("data"),
         "save": stated.get("save"),
         "config": stated.get("config"),
+        "source": str(stated.get("config") or stated.get("module") or ""),
         "build": builder(plan, config=stated.get("config"), module=stated.get("module"), seed=stated.get("seed", 0)),
         "rate": Rate(peak=stated.get("learning_rate", 1e-3), schedule=schedule, warmup=warmup, steps=steps),
         "adamw": AdamW(weight_decay=stated.get("weight_decay", AdamW().weight_decay)),

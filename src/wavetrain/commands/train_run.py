@@ -160,6 +160,7 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
 
 def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline) -> list[str]:
     """The files of a run; `expected` is what was predicted or, of a real run, follows from its own action times."""
+    from wavetrain.base.codec import dumps
     from wavetrain.plan.read import write_plan
     from wavetrain.runtime.logs import write_environment
     from wavetrain.schedule import write_text
@@ -168,15 +169,39 @@ def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline)
 
     names = ("predicted" if job.emulated else "replayed", "measured")
     write(output / "plan.json", write_plan(job.plan))
+    write(output / "inputs.json", dumps(_inputs(job)))
     write(output / "actions.txt", write_text(job.actions))
     for name, timeline in zip(names, (expected, measured), strict=True):
         write_chrome(timeline, output / f"{name}.json")
     title = f"{job.plan.model.name}, {job.plan.layout.schedule}: one step on {job.actions.num_ranks} ranks"
     write(output / "timelines.svg", svg(expected, measured, names=names, title=title))
     write_environment(output)
-    written = ("plan.json", "actions.txt", *(f"{name}.json" for name in names), "timelines.svg", "environment.json")
+    written = (
+        "plan.json",
+        "inputs.json",
+        "actions.txt",
+        *(f"{name}.json" for name in names),
+        "timelines.svg",
+        "environment.json",
+    )
     logged = () if job.emulated else ("log.jsonl",)
     return [str(output / name) for name in (*written, *logged)]
+
+
+def _inputs(job: Job) -> dict[str, Any]:
+    """What a run was told beside its plan: enough to repeat it."""
+    from dataclasses import asdict
+
+    from wavetrain.runtime.job import NEVER
+
+    document: dict[str, Any] = {"schema": "wavetrain.inputs/1", "steps": job.steps, "transport": job.transport}
+    if job.emulated:
+        return document | {"emulated": True}
+    data = None if job.data is None else {"file": str(job.data), "bytes": job.data.stat().st_size}
+    modules = "built in" if job.build is None else job.source
+    learning = {"rate": asdict(job.rate), "adamw": asdict(job.adamw), "clip": None if job.clip == NEVER else job.clip}
+    limit = {"memory_limit_bytes": job.memory_limit}
+    return document | {"seed": job.seed, "data": data, "modules": modules, "learning": learning} | limit
 
 
 def pipeline_seconds(job: Job) -> float | None:

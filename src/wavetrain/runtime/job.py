@@ -32,6 +32,7 @@ class Job:
     adamw: AdamW = field(default_factory=AdamW)
     clip: float = NEVER  # the most that the norm of all gradients may be
     build: Callable[[], Parts] | None = None  # the model's modules; None: the built-in ones
+    source: str = ""  # where those are from, for whoever repeats the run
     dtype: torch.dtype = torch.float32  # of parameters and what they learn with; float64 is for exactness
     emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
     step_s: float = 0.0  # as predicted

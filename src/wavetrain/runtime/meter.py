@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial, wraps
+from operator import gt
 from typing import Any
 from unittest.mock import patch
 
@@ -149,9 +150,9 @@ def metering(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> 
         patches.enter_context(
             patch.object(FSDPParam, "init_unsharded_param", _then(FSDPParam.init_unsharded_param, hooked))
         )
-        for parameter in _fsdp_parameters(every):
-            meter.follow(parameter.all_gather_outputs, Kind.GATHERED)
-            hooked(parameter)
+        for sharded in _fsdp_parameters(every):
+            meter.follow(sharded.all_gather_outputs, Kind.GATHERED)
+            hooked(sharded)
         for parameter in {p: None for module in every for p in module.parameters()}:
             meter.follow([parameter.detach()], Kind.PARAMETERS)
             meter.follow([parameter.grad] if parameter.grad is not None else [], Kind.GRADIENTS)
@@ -189,8 +190,8 @@ def _hook_gradient(meter: Meter, handles: ExitStack, parameter: Tensor) -> None:
     def added(parameter: Tensor) -> None:
         meter.follow([parameter.grad] if parameter.grad is not None else [], Kind.GRADIENTS)
 
-    handles.callback(parameter.register_hook(arrived).remove)
-    handles.callback(parameter.register_post_accumulate_grad_hook(added).remove)
+    for handle in (parameter.register_hook(arrived), parameter.register_post_accumulate_grad_hook(added)):  # type: ignore[no-untyped-call]
+        handles.callback(handle.remove)
 
 
 def _within(meter: Meter, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,15 +222,20 @@ def _sending(meter: Meter, collective: Callable[..., Any]) -> Callable[..., Any]
     @wraps(collective)
     def run(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        before = [tensor._use_count() for tensor in tensors]  # noqa: SLF001 -- no public name
+        before = _holders(tensors)
         with meter.making(Kind.OTHER):
             result = collective(*args, **kwargs)
         end = time.monotonic() + (_LET_GO_S if result is None else 0.0)
-        while time.monotonic() < end and [tensor._use_count() for tensor in tensors] > before:  # noqa: SLF001
+        while time.monotonic() < end and any(map(gt, _holders(tensors), before)):
             time.sleep(0)  # the thread needs Python's lock
         return result
 
     return run
+
+
+def _holders(tensors: Iterable[Tensor]) -> list[int]:
+    """How many hold each of them, threads without Python included."""
+    return [tensor._use_count() for tensor in tensors]  # type: ignore[attr-defined]  # noqa: SLF001 -- no public name
 
 
 def _then(function: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
 
+from wavetrain.base.units import format_bytes
 from wavetrain.model.model import Model
 from wavetrain.runtime.chunk import Batch, Chunk, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
@@ -91,6 +92,7 @@ def _tell(record: StepRecord, log: RunLog | None) -> None:
         log.write(record)
     known = {"loss": f"{record.loss:.4f}", "norm": f"{record.gradient_norm:.3g}"}
     known["tokens/s"] = f"{record.tokens_per_s:,.0f}"
+    known["memory"] = format_bytes(record.peak_bytes or 0)
     if record.mfu is not None:
         known["MFU"] = f"{record.mfu:.1%}"
     LOG.info("step %d  %s", record.step, "  ".join(f"{name} {value}" for name, value in known.items()))
