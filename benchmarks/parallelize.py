@@ -244,18 +244,21 @@ NAMES = {
 }
 
 
-def timed(step: Step) -> float:
-    """Seconds from a common start to the end of the last rank."""
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds from a common start to the end of the last rank, and of processors on all ranks, all threads."""
     start = torch.tensor([time.monotonic() + 0.01], dtype=torch.float64)
     dist.broadcast(start, 0)
     wait_until(start.item())
+    before_s = time.process_time()
     step()
+    busy = torch.tensor([time.process_time() - before_s], dtype=torch.float64)
     took = torch.tensor([time.monotonic() - start.item()], dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
-    return took.item()
+    dist.all_reduce(busy)
+    return took.item(), busy.item()
 
 
-def measure(setting: Setting, world: World) -> dict[str, list[float]]:
+def measure(setting: Setting, world: World) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a root without a gradient for its input
     plan = setting.plan
@@ -264,7 +267,7 @@ def measure(setting: Setting, world: World) -> dict[str, list[float]]:
     batches = [(tokens, targets) for tokens, targets in torch.randint(VOCAB, shape, generator=generator)]
     makers = zip(("ours", "torch"), SIDES[setting.kind], strict=True)
     both = {name: make(plan, world, batches) for name, make in makers}
-    found: dict[str, list[float]] = {name: [] for name in both}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in both}
     for repeat in range(setting.repeats + 2):
         order = list(both) if repeat % 2 else list(reversed(both))
         for name in order:
@@ -286,7 +289,7 @@ def compare(own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(own[path], gradient, rtol=1e-3, atol=1e-5 * gradient.abs().max().item(), msg=path)
 
 
-def run(setting: Setting) -> dict[str, list[float]]:
+def run(setting: Setting) -> dict[str, list[tuple[float, float]]]:
     def work(world: World) -> None:
         with gloo_group(world, timeout_s=120):
             found = measure(setting, world)
@@ -299,7 +302,9 @@ def run(setting: Setting) -> dict[str, list[float]]:
     return json.loads(outcome.results[0])
 
 
-HEAD = "| kind | beside | ranks | microbatches | parameters | PyTorch ms | ours ms | ratio | of the least | asked |"
+HEAD = (
+    "| kind | beside | ranks | microbatches | parameters | PyTorch ms | ours ms | ratio | least | CPU | load | asked |"
+)
 
 
 def main() -> None:
@@ -311,21 +316,24 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--only", default=",".join(SIDES))
     given = parser.parse_args()
-    print(f"{HEAD}\n|{'---|' * 10}", flush=True)
+    print(f"{HEAD}\n|{'---|' * 12}", flush=True)
     for kind in given.only.split(","):
         for count in map(int, given.microbatches.split(",")):
             report(Setting(kind, given.ranks, count, given.hidden, given.seq_len, given.repeats))
 
 
 def report(setting: Setting) -> None:
-    """Medians and their ratio, and that of the least times, which other work on the machine has lengthened least."""
+    """Medians and their ratio; that of the least times and of processor time, which other work lengthens less."""
+    before = os.getloadavg()[0]
     found = run(setting)
-    median = {name: statistics.median(seconds) for name, seconds in found.items()}
+    took, busy = ({name: [pair[i] for pair in pairs] for name, pairs in found.items()} for i in range(2))
+    figures = ((statistics.median, took), (min, took), (statistics.median, busy))
+    median, least, cpu = ({name: of(values) for name, values in some.items()} for of, some in figures)
     cells = [setting.kind, NAMES[setting.kind], f"{setting.ranks}", f"{setting.microbatches}"]
     cells += [f"{setting.plan.model.num_parameters / 1e6:.1f} M"]
     cells += [f"{median[name] * 1e3:.0f}" for name in ("torch", "ours")]
-    least = min(found["ours"]) / min(found["torch"])
-    cells += [f"{median['ours'] / median['torch']:.3f}", f"{least:.3f}", f"{ASKED}"]
+    cells += [f"{some['ours'] / some['torch']:.3f}" for some in (median, least, cpu)]
+    cells += [f"{before:.1f} to {os.getloadavg()[0]:.1f}", f"{ASKED}"]
     print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -258,6 +258,13 @@ def close(value, expected, what, *, floor=1e-16):
     assert worst <= 1e-12 * expected.abs().max().item() + floor, f"{what}: off by {worst}"
 
 
+def at(whole, place):
+    for dim, ranges in enumerate(place):
+        indices = [torch.arange(first, last) for first, last in ranges]
+        whole = whole.index_select(dim, torch.cat([torch.arange(0), *indices]))
+    return whole
+
+
 def compare(learner, expected):
     seen, last, ties = expected
     learn, found = learner._learn, []
@@ -277,7 +284,11 @@ def compare(learner, expected):
         own = {ties.get(name, name) for c in learner.stages.values() for name in c.names}
         assert used == own & gradients.keys(), f"step {step}: gradients of {used ^ (own & gradients.keys())}"
     for composed in learner.stages.values():
-        for name, value in composed.whole_parameters().items():
+        whole = composed.whole_parameters()
+        for leaf in learner.leaves[composed.number]:
+            assert leaf.shape == tuple(whole[leaf.name].shape), leaf.key
+            assert torch.equal(at(whole[leaf.name], leaf.place), leaf.values), f"{leaf.key} is not at {leaf.place}"
+        for name, value in whole.items():
             close(value, last[ties.get(name, name)], name, floor=1e-14)  # Adam enlarges what should be zero
 
 

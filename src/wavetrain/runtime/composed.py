@@ -20,6 +20,7 @@ from wavetrain.plan.layout import Choice
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.cuts import Cut, joined_parts
 from wavetrain.runtime.grid import Grid
+from wavetrain.runtime.places import Place, place_in_whole
 from wavetrain.runtime.recompute import chosen_operators, recompute_stage
 from wavetrain.runtime.sharded import (
     Sharded,
@@ -47,7 +48,9 @@ class Leaf:
     name: str  # of the parameter
     key: str  # its own on this rank
     parameter: nn.Parameter
-    counts: bool  # for the norm of all gradients: of equal copies one does
+    counts: bool  # of equal copies on all ranks one does: for the norm of all gradients, for a checkpoint
+    shape: tuple[int, ...]  # of the whole parameter
+    place: Place  # of this in it
 
     @property
     def values(self) -> Tensor:
@@ -140,11 +143,12 @@ class Composed:
         known: set[str] = set()
         seen: set[nn.Parameter] = set()  # what is referred to twice is learnt once, under the name that is no tie
         for name in sorted(self.sharded.pieces, key=lambda name: name in self.ties):
-            for path in self.sharded.pieces[name].paths:
-                parameter = self.module.get_parameter(path)
-                counts = self._is_first_replica(parameter) and self._counts_here(path)
+            own, dim, cut = self._parameters(name), self.sharded.pieces[name].dim, self.cuts.get(name)
+            for number, (path, parameter) in enumerate(zip(self.sharded.pieces[name].paths, own, strict=True)):
+                counts = self._is_first_replica(parameter) and self._counts_here(path) and name not in known
+                shape, place = place_in_whole(own, number, dim, cut, self.grid.part)
                 if parameter not in seen:
-                    yield Leaf(name, f"{self.number}/{path}", parameter, counts and name not in known)
+                    yield Leaf(name, f"{self.number}/{path}", parameter, counts, shape, place)
                 seen.add(parameter)
             known.update(self._twins(name))
 
