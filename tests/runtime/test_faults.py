@@ -13,14 +13,14 @@ from tests.runtime.namespaces import needs_namespaces, network
 from tests.runtime.plans import small_plan
 
 from wavetrain.commands.train import job_of
-from wavetrain.runtime.inject import Fault, Kinds, When
+from wavetrain.runtime.inject import DURING, Fault, Kinds
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.report import Cause, Limits
 from wavetrain.runtime.trainer import train
 
 RANKS, STEP = 4, 1
 SOAK = "WAVETRAIN_SOAK" in os.environ
-EVERY = [(kind, when, rank) for kind, when, rank in product(Kinds, When, range(RANKS))]
+EVERY = [(kind, when, rank) for kind, when, rank in product(Kinds, DURING, range(RANKS))]
 LOCAL = [case for case in EVERY if case[0] is not Kinds.DROP]
 DROPS = [case for case in EVERY if case[0] is Kinds.DROP]
 EXPECTED = {
@@ -38,7 +38,7 @@ def sample(cases, count):
 def job(kind, when, rank, transport):
     plan = small_plan(pp=RANKS, schedule="wave", microbatches=RANKS, blocks=2 * RANKS)
     fault = Fault(kind=kind, rank=rank, step=STEP, when=when)
-    return job_of(plan, steps=4, transport=transport, fault=fault)
+    return job_of(plan, steps=4, transport=transport, faults=(fault,))
 
 
 def run(made, limits, report_dir, **options):

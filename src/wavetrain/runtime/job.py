@@ -38,7 +38,7 @@ class Job:
     step_s: float = 0.0  # as predicted
     data: Path | None = None  # tokens, or any file as bytes; None: sequences that count
     transport: str = "auto"  # of CARRIERS
-    fault: Fault | None = None  # on purpose
+    faults: tuple[Fault, ...] = ()  # on purpose
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
     logs: Path | None = None  # where rank 0 writes what each step came to
     save: Path | None = None  # where the trained model goes

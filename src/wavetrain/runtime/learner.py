@@ -62,7 +62,7 @@ class Learner:
         self._shared = Grouped(grid.stage_rank, route, ranks=grid.pipeline)
         self.stages = self._build()
         self._chunks = {number: self._chunk(composed) for number, composed in self.stages.items()}
-        before = injector(job.fault, world.rank) if job.fault else None
+        before = injector(job.faults, rank=world.rank, attempt=world.place.attempt)
         self._executor = Executor(
             grid.stage_rank,
             actions,

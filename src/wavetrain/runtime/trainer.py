@@ -112,7 +112,7 @@ class _Emulator:
         chunks: dict[int, Chunk] = {stage: Emulated(durations[stage], shape, dtype) for stage in local}
         boundary = Boundary(dict.fromkeys(range(job.actions.num_microbatches), shape), dtype)
         transport = carrier(job, world, None, boundary)
-        before = injector(job.fault, world.rank) if job.fault else None
+        before = injector(job.faults, rank=world.rank, attempt=world.place.attempt)
         self._executor = Executor(
             world.rank, job.actions, chunks, transport, boundary, progress=world.progress, before=before
         )
