@@ -34,6 +34,13 @@ def refuse_beside(option: str, others: Mapping[str, object]) -> None:
         raise InputError([Problem(where=name, rule=f"means nothing beside {option}") for name in given])
 
 
+def refuse_without(option: str, others: Mapping[str, object]) -> None:
+    """Options that say nothing without another are not ignored."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InputError([Problem(where=name, rule=f"means nothing without {option}") for name in given])
+
+
 def one_of(option: str, value: str, legal: Sequence[str]) -> str:
     if value not in legal:
         rule = f"unknown value {value}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavetrain.base.errors import InputError, Problem
-from wavetrain.commands.shared import AsJson, one_of, refuse_beside, show, writing
+from wavetrain.commands.shared import AsJson, one_of, refuse_beside, refuse_without, show, writing
 from wavetrain.commands.train_run import job_of, run
 
 if TYPE_CHECKING:
@@ -48,6 +48,15 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     memory_limit: Annotated[
         float | None, typer.Option(help="GiB that a rank may hold; a run that needs more ends with an error.")
     ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Directory where the run's state is kept; a run goes on from the newest there.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: after the last only.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 2.")] = None,
+    restarts: Annotated[int, typer.Option(help="Times to start again, from the newest checkpoint, after a fault.")] = 0,
+    inject: Annotated[
+        list[str] | None, typer.Option(help="A fault on purpose: KIND:RANK:STEP:WHEN[:ATTEMPT], as kill:1:3:backward.")
+    ] = None,
     hang_floor: Annotated[
         float | None, typer.Option(help="Least seconds without progress that count as a hang; 60, emulated 10.")
     ] = None,
@@ -61,21 +70,28 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.plan import read_plan
 
     learning = {"learning_rate": learning_rate, "warmup": warmup, "weight_decay": weight_decay, "clip": clip}
-    _refuse_numbers(local=local, steps=steps, seed=seed, hang_floor=hang_floor, memory_limit=memory_limit, **learning)
+    kept = {"save_every": save_every, "keep": keep, "restarts": restarts}
+    told = {"local": local, "steps": steps, "seed": seed, "hang_floor": hang_floor, "memory_limit": memory_limit}
+    _refuse_numbers(**told, **learning, **kept)
     wanted = read_plan(plan)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; its warnings are not for users
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # AMX kills processes that may not use it
     _refuse_layout(wanted, emulate=emulate, module=module)
     real = {"data": data, "config": config, "module": module, "seed": seed, "lr_schedule": lr_schedule, **learning}
     real |= {"memory_limit": memory_limit, "save": save}
+    real |= {"checkpoints": checkpoints, "save_every": save_every, "keep": keep}
+    if checkpoints is None:
+        refuse_without("--checkpoints", {"--save-every": save_every, "--keep": keep, "--restarts": restarts or None})
     if emulate:
         refuse_beside("--emulate", {f"--{name.replace('_', '-')}": value for name, value in real.items()})
+    from wavetrain.runtime.inject import parse_fault
     from wavetrain.runtime.job import CARRIERS
     from wavetrain.runtime.report import Limits
 
     carrier = one_of("--transport", transport, CARRIERS)
     more = {} if emulate else _options(wanted, steps, real)
-    job = job_of(wanted, emulate=emulate, steps=steps, transport=carrier, logs=output, **more)
+    faults = tuple(parse_fault(text, where="--inject") for text in inject or ())
+    job = job_of(wanted, emulate=emulate, steps=steps, transport=carrier, logs=output, faults=faults, **more)
     if not emulate:
         _refuse_model(wanted, job)
     limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
@@ -83,7 +99,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     if output is not None:
         with writing(output):
             output.mkdir(parents=True, exist_ok=True)
-    document = run(job, local, limits, output)
+    document = run(job, local, limits, output, restarts=restarts)
     if document is None:  # another rank shows it
         return
     from wavetrain.show.train import card
@@ -114,14 +130,19 @@ def _options(plan: Plan, steps: int, given: dict[str, Any]) -> dict[str, Any]:
         "adamw": AdamW(weight_decay=stated.get("weight_decay", AdamW().weight_decay)),
         "clip": stated.get("clip", CLIP) or NEVER,
         "memory_limit": None if limit is None else int(limit * 2**30),
+        "checkpoints": stated.get("checkpoints"),
+        "save_every": stated.get("save_every", 0),
+        "keep": stated.get("keep", 2),
     }
 
 
 def _refuse_numbers(**given: float | None) -> None:
     """Numbers out of range, all at once."""
     most = {"local": MOST_LOCAL, "steps": MOST_STEPS, "seed": 2**31 - 1, "hang_floor": 86_400.0, "learning_rate": 10.0}
+    most |= {"save_every": MOST_STEPS, "keep": 10_000, "restarts": 10_000}
     most |= {"warmup": MOST_STEPS, "weight_decay": 10.0, "clip": 1e9, "memory_limit": 1e6}
     least = {"local": 1, "steps": 1, "seed": 0, "hang_floor": 0.5, "learning_rate": 0.0}
+    least |= {"save_every": 0, "keep": 1, "restarts": 0}
     least |= {"warmup": 0, "weight_decay": 0.0, "clip": 0.0, "memory_limit": 1e-6}
     problems = [
         Problem(where=f"--{name.replace('_', '-')}", rule=f"{value}: must be from {least[name]} to {most[name]:,}")

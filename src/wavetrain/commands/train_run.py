@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavetrain.base.errors import InputError, Problem
+from wavetrain.base.errors import InputError, Problem, RunError
 from wavetrain.commands.shared import write
+
+LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +59,7 @@ def known_peak(plan: Plan) -> float | None:
     return None if rate is None else rate * plan.layout.num_devices
 
 
-def run(job: Job, local: int | None, limits: Any, output: Path | None) -> dict[str, Any] | None:
+def run(job: Job, local: int | None, limits: Any, output: Path | None, *, restarts: int = 0) -> dict[str, Any] | None:
     """The document of a run that ended well, on the rank or in the process that is to show it."""
     from wavetrain.runtime.launch import run_local, run_rank
     from wavetrain.runtime.trainer import train as train_rank
@@ -82,9 +85,14 @@ def run(job: Job, local: int | None, limits: Any, output: Path | None) -> dict[s
     if place is not None:
         code = run_rank(work, place, limits=limits, actions=rows_of(job), report_dir=output)
     else:
-        outcome = run_local(work, ranks, limits=limits, actions=rows_of(job), report_dir=output)
-        code = outcome.exit_code
+        for attempt in range(restarts + 1):
+            outcome = run_local(work, ranks, limits=limits, actions=rows_of(job), report_dir=output, attempt=attempt)
+            code = outcome.exit_code
+            if code != RunError.exit_code or attempt == restarts:
+                break
+            LOG.warning("restart %d of %d", attempt + 1, restarts)
         made.update(json.loads(outcome.results[0] or b"{}"))
+        made.update({"restarts": attempt} if made else {})
     if code:
         raise SystemExit(code)
     return made or None

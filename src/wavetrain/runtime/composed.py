@@ -27,6 +27,7 @@ from wavetrain.runtime.sharded import (
     accumulate,
     complete,
     gathered_bytes,
+    let_go,
     policy_of,
     prepare,
     reduce_now,
@@ -75,6 +76,7 @@ class Composed:
     dtype: torch.dtype  # of their values
     ties: Mapping[str, str]  # a name -> the name whose values it has
     apart: frozenset[str]  # shared parameters that do not lie alike wherever they are: whole ones travel
+    is_split: bool = False  # its backwards
 
     @property
     def is_plain(self) -> bool:
@@ -84,11 +86,13 @@ class Composed:
     # --- gradients of one step ---
 
     def before_backward(self, *, is_last: bool) -> None:
-        prepare(self.sharded, is_last=is_last)
+        prepare(self.sharded, is_last=is_last, scatters=not self.is_split)
 
     def after_backward(self, *, is_last: bool, is_split: bool) -> None:
         if is_split:
             accumulate(self.sharded)
+        else:
+            let_go(self.sharded)
         if not is_last:
             return
         if is_split:
@@ -232,7 +236,7 @@ def compose(stage: Stage, plan: Plan, grid: Grid, *, is_split: bool, apart: froz
     if computes is not None:
         stage.dtype = stage.boundary_dtype = computes
     ties, number = stage.parts.ties, stage.number
-    return Composed(stage, number, grid, sharded, parallel, names, _cuts(parallel, names), dtype, ties, apart)
+    return Composed(stage, number, grid, sharded, parallel, names, _cuts(parallel, names), dtype, ties, apart, is_split)
 
 
 def compose_module(module: nn.Module, plan: Plan, grid: Grid) -> Composed:

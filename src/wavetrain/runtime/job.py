@@ -43,6 +43,9 @@ class Job:
     logs: Path | None = None  # where rank 0 writes what each step came to
     save: Path | None = None  # where the trained model goes
     config: Path | None = None  # transformers' description of it, to go with it
+    checkpoints: Path | None = None  # where the state of a run is kept, and found again
+    save_every: int = 0  # steps; 0: after the last only
+    keep: int = 2  # checkpoints
     memory_limit: int | None = None  # bytes that a rank may hold
     step_flops: float = 0.0  # of the model, forward and backward, in one step
     peak_flops: float | None = None  # of all devices together, per second, where known

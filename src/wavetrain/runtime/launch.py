@@ -67,7 +67,7 @@ class Outcome:
         return self
 
 
-def run_local(
+def run_local(  # noqa: PLR0913 -- all but two by name
     work: Work,
     ranks: int,
     *,
@@ -76,17 +76,19 @@ def run_local(
     report_dir: Path | None = None,
     host: str = "127.0.0.1",
     prepare: Prepare | None = None,
+    attempt: int = 0,
 ) -> Outcome:
     """Run `work` on each of `ranks` forked processes until all are done, one fails, or they hang.
 
     `host` is an address of this machine that all ranks reach, and the only one the store listens on. `prepare(rank)`
-    runs first in each process, before it is connected (to enter a network namespace, say). Call this before the
+    runs first in each process, before it is connected (to enter a network namespace, say); `attempt` counts restarts of
+    a run, each of which has a store of its own. Call this before the
     process has threads that matter to the ranks: they are not forked.
     """
     limits = limits or Limits()
     with socket.create_server((host, 0), backlog=4096) as listener, contextlib.closing(_Children()) as children:
         port = listener.getsockname()[1]
-        places = [Place(rank=r, size=ranks, local_rank=r, host=host, port=port) for r in range(ranks)]
+        places = [Place(rank=r, size=ranks, local_rank=r, host=host, port=port, attempt=attempt) for r in range(ranks)]
         try:
             for place in places:
                 children.fork(place, work, prepare, listener)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,7 +20,7 @@ from wavetrain.runtime.composed import Composed, Leaf, choices_of, compose, laid
 from wavetrain.runtime.data import counting, microbatches, open_dataset, sampling_of
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.grid import open_grid
-from wavetrain.runtime.inject import injector
+from wavetrain.runtime.inject import When, injector, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learn import Held, clip, learning_rate, optimizer_of, set_learning_rate
 from wavetrain.runtime.links import carrier
@@ -124,9 +124,30 @@ class Learner:
         add_shared(self._groups, self.stages, placement, self.grid.stage_rank, self._shared)
         loss, norm = self._agree(step)
         progress.computing(-1, "optimizer")
+        strike(job.faults, When.OPTIMIZER, rank=self.grid.rank, attempt=self._world.place.attempt, step=step)
         rate = learning_rate(job.rate, step=step)
         self._learn(rate)
         return Done(moments, loss, norm, rate)
+
+    def every_leaf(self) -> Iterator[Leaf]:
+        """All that this rank trains."""
+        return chain.from_iterable(self.leaves.values())
+
+    def counted_leaves(self) -> Iterator[Leaf]:
+        """Of equal copies on all ranks one; none under a name that has another one's values."""
+        for number, leaves in self.leaves.items():
+            if number < self.depth:  # a second copy of the model has nothing new
+                yield from (leaf for leaf in leaves if leaf.counts and leaf.name not in self.ties)
+
+    def optimizer_state(self, leaf: Leaf) -> dict[str, Tensor]:
+        """What the optimizer keeps for a leaf; nothing before the first step, and of what has no gradient."""
+        values = self._trained.get(leaf.key)
+        return {} if values is None else self._optimizer.state.get(values, {})
+
+    def set_optimizer_state(self, leaf: Leaf, state: dict[str, Tensor], *, step: int) -> None:
+        values = self._trained.get(leaf.key)
+        if values is not None and state:
+            self._optimizer.state[values] = {"step": torch.tensor(float(step)), **state}
 
     def _batch(self, step: int) -> Batch:
         plan, grid = self._job.plan, self.grid
@@ -189,7 +210,7 @@ class Learner:
 
     def _learn(self, rate: float) -> None:
         set_learning_rate(self._optimizer, rate)
-        for leaf in chain.from_iterable(self.leaves.values()):
+        for leaf in self.every_leaf():
             values = self._trained.get(leaf.key)
             if values is not None:
                 values.grad = leaf.gradient

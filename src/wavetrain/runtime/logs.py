@@ -207,7 +207,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": versions(),
         "cpu": _cpu(),
         "num_cores": os.cpu_count() or 1,
         "num_usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -230,6 +230,11 @@ def write_environment(directory: Path) -> Path:
     except OSError as error:
         raise _unwritable(path, error) from None
     return path
+
+
+def versions() -> dict[str, str]:
+    """Of what changes what a run does."""
+    return {name: version for name in PACKAGES if (version := _version(name))}
 
 
 def _version(package: str) -> str | None:

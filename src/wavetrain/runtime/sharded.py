@@ -51,6 +51,7 @@ __all__ = [
     "add_tied",
     "complete",
     "gathered_bytes",
+    "let_go",
     "load_whole",
     "parallelize",
     "policy_of",
@@ -131,21 +132,40 @@ def run_step(sharded: Sharded, microbatches: Sequence[Callable[[], Tensor]]) -> 
     losses = []
     for number, microbatch in enumerate(microbatches):
         loss = microbatch()
-        prepare(sharded, is_last=number == len(microbatches) - 1)
+        prepare(sharded, is_last=number == len(microbatches) - 1, scatters=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        let_go(sharded)
         losses.append(loss.detach())
     complete(sharded)
     return losses
 
 
-def prepare(sharded: Sharded, *, is_last: bool) -> None:
-    """What the next backward does at its end: gradients are reduced, and kept parameters released, by the last only."""
+def prepare(sharded: Sharded, *, is_last: bool, scatters: bool = False) -> None:
+    """What the next backward does at its end: gradients are reduced, and kept parameters released, by the last only.
+
+    `scatters`: gradients of what is sharded and not kept are scattered by every backward and added up in shards, as the
+    cost model has it, so that none is held whole for longer than the backward of its unit. What remains to be added
+    over groups is for the last all the same. Not for backwards that are split.
+    """
     for unit in sharded.units:
-        unit.wrapped.set_requires_gradient_sync(is_last, recurse=False)
+        early = scatters and unit.choice.shard > 1 and not unit.choice.keep
+        unit.wrapped.set_requires_gradient_sync(is_last or early, recurse=False)
+        unit.wrapped.set_requires_all_reduce(is_last, recurse=False)
         unit.wrapped.set_reshard_after_backward(is_last or not unit.choice.keep, recurse=False)
     if sharded.units:
         sharded.root.set_is_last_backward(is_last)
     sharded.replicated.prepare(is_last=is_last)
+
+
+def let_go(sharded: Sharded) -> None:
+    """After a backward that scatters: free the last reduction's input; FSDP2 does so at the next one's, or the last."""
+    if sharded.units:
+        state = sharded.root._get_fsdp_state()  # noqa: SLF001 -- no public name for any of these
+        waiting = state._comm_ctx.reduce_scatter_states  # noqa: SLF001
+        for item in waiting:
+            if item.event is not None:
+                state._device_handle.current_stream().wait_event(item.event)  # noqa: SLF001
+        waiting.clear()
 
 
 def send(sharded: Sharded) -> None:

@@ -16,12 +16,13 @@ from wavetrain.model.model import Model
 from wavetrain.runtime.chunk import Batch, Chunk, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.export import save_model
-from wavetrain.runtime.inject import injector
+from wavetrain.runtime.inject import When, injector, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Done, Learner
 from wavetrain.runtime.links import carrier
 from wavetrain.runtime.logs import RunLog, StepRecord
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
+from wavetrain.runtime.saving import Saver, resume
 from wavetrain.runtime.sharded import FORMATS
 from wavetrain.runtime.world import World, gloo_group
 
@@ -43,19 +44,27 @@ class RankRecord:
 def train(job: Job, world: World) -> dict[int, RankRecord]:
     """One rank's part of a run; rank 0 gets what all have recorded."""
     torch.set_num_threads(1)
+    strike(job.faults, When.START, rank=world.rank, attempt=world.place.attempt)
     with ExitStack() as stack:
         stack.enter_context(gloo_group(world, timeout_s=job.timeout_s))
         runner = _Emulator(job, world) if job.emulated else Learner(job, world)
+        first = resume(job, world, runner) if isinstance(runner, Learner) else 0
+        world.progress.step = first
+        saver = Saver(job, world, runner) if job.checkpoints and isinstance(runner, Learner) else None
         log = stack.enter_context(RunLog(job.logs)) if job.logs is not None and world.rank == 0 else None
         ends, done = [], list[Done]()
         begun = time.monotonic()
-        for step in range(job.steps):
+        for step in range(first, job.steps):
             done.append(runner.step(step))
             ends.append(time.monotonic())
+            if saver is not None:
+                saver.after(step + 1)
             if world.rank == 0 and done[-1].loss is not None:
-                _tell(_step_record(job, step, done[-1], ends[-1] - (ends[-2] if step else begun), runner), log)
-            if step:
+                _tell(_step_record(job, step, done[-1], ends[-1] - (ends[-2] if done[1:] else begun), runner), log)
+            if done[1:]:
                 done[-2] = Done([], done[-2].loss, done[-2].gradient_norm)  # a long run keeps its last step's moments
+        if saver is not None:
+            saver.finish()
         if job.save is not None and isinstance(runner, Learner):
             save_model(runner, world, job.save, config=job.config)
         moments = done[-1].moments
