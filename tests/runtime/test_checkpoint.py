@@ -103,7 +103,9 @@ def test_any_cut_is_read_in_any_other_cut_bit_for_bit(data, dtype):
         for place in data.draw(cuts(tuple(whole.shape))):
             rank = data.draw(st.integers(0, len(ranks) - 1))
             ranks[rank].append(Entry(name, "value", tuple(whole.shape), place, local(whole, place)))
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorfile, "PAGE", data.draw(st.sampled_from([8, 24, 4096])))  # so small tensors are large
+        patch.setattr(tensorfile, "CHUNK", data.draw(st.sampled_from([24, 100, 1 << 22])))
         folder = begin(Path(directory), step=1)
         shards = [unpack(pack(write_shard(folder, rank, entries))) for rank, entries in enumerate(ranks)]
         publish(folder, manifest_of(1, shards))

@@ -6,6 +6,8 @@ import os
 import pickle
 import stat
 import struct
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,10 @@ HEADERS = {
     "endless": (tensor_file({"value/w": facts(shape=[1 << 40] * 3)}), "elements"),
     "more dimensions": (tensor_file({"value/w": facts(shape=[1] * 40)}), "at most 16"),
     "another name": (tensor_file({"value/v": facts()}), "only"),
+    "another beside it": (
+        tensor_file({"value/w": facts(), "value/v": facts("F32", (0,), (16, 16))}),
+        "in the file only",
+    ),
     "no facts": (tensor_file({"value/w": 3}), "exactly the keys"),
     "more facts": (tensor_file({"value/w": facts() | {"run": "me"}}), "exactly the keys"),
     "10**7 values": (tensor_file(b'{"a":[' + b"0," * 5_000_000 + b"0]}"), "values"),
@@ -137,6 +143,12 @@ def test_crafted_headers_are_refused(tmp_path, name):
     assert said in line
     with pytest.raises(InputError, match=SHARDS[0]):  # nor does it help that nobody looked before
         opened(path).read("w", "value", (((0, 4),),))
+
+
+def test_a_header_may_be_long_but_not_endless():
+    for length, refused in ((manifests.MOST_BYTES, False), (manifests.MOST_BYTES + 1, True)):
+        with pytest.raises(InputError, match="a header of") if refused else nullcontext():
+            assert manifests.header_length(struct.pack("<Q", length), 1 << 40, where="x.safetensors") == length
 
 
 def test_the_crafting_itself_is_right(tmp_path):
@@ -263,7 +275,7 @@ DOCUMENTS = {
     "overflow": (changed("tensors", "value", "w", "shape", to=[1 << 30, 1 << 30]), "elements"),
     "dimensions": (changed("tensors", "value", "w", "shape", to=[1] * 17), "at most 16"),
     "gap": (changed("tensors", "value", "w", "shape", to=[2]), "[1:2] is in no shard"),
-    "overlap": (changed(*PLACES, to=["0:1", "0:1"]), "in 2 pieces"),
+    "overlap": (changed(*PLACES, to=["0:1", "0:1"]), "in more than one piece"),
     "outside": (changed(*PLACES, to=["0:2"]), "not inside"),
     "empty range": (changed(*PLACES, to=["0:0"]), "is written like"),
     "backwards": (changed(*PLACES, to=["3:1"]), "not inside"),
@@ -294,6 +306,16 @@ def test_a_manifest_that_is_too_large_is_not_read(root):
     path = root / step_name(20) / MANIFEST
     os.truncate(path, manifests.MOST_BYTES + 1)
     assert_falls_back(root, file=MANIFEST, said="at most 64 MiB")
+
+
+def test_a_long_list_of_overlaps_is_not_gone_through(monkeypatch):
+    counted, real = [], manifests.np.ix_
+    monkeypatch.setattr(manifests.np, "ix_", lambda *given: counted.append(1) or real(*given))
+    piece = Piece(name="w", kind="value", shape=(4,), dtype="F32", place=(((1, 4),),))
+    pieces = tuple(replace(piece, number=number) for number in range(1000))
+    shard = Shard(file="a.safetensors", size=1, sha256="0" * 64, pieces=pieces)
+    assert "[1:4] is in more than one piece" in faults_of_cover(manifest_of(1, [shard]))[0]
+    assert len(counted) == 3  # of two cells
 
 
 def test_a_tensor_cut_too_finely_is_refused_in_no_time():

@@ -14,9 +14,9 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -189,8 +189,7 @@ def _fault_of_cover(shape: tuple[int, ...], places: tuple[Place, ...]) -> str:
     if not len(wrong):
         return ""
     cell = ", ".join(f"{edges[dim][number]}:{edges[dim][number + 1]}" for dim, number in enumerate(wrong[0].tolist()))
-    times = int(counts[tuple(wrong[0])])
-    return f"[{cell}] is in {'no shard' if not times else f'{times} pieces, not one'}"
+    return f"[{cell}] is in {'more than one piece' if counts[tuple(wrong[0])] else 'no shard'}"
 
 
 # --- JSON that may be a stranger's ---
@@ -363,7 +362,8 @@ def _shards(tensors: object, shards: object) -> tuple[Shard, ...]:
     }
     if not isinstance(shards, list) or len(shards) > MOST_SHARDS:
         raise ValueError(f"must be a list of at most {MOST_SHARDS:,} shards")
-    found = tuple(_shard(*_fields(item, ("file", "size", "sha256", "places")), wholes=wholes) for item in shards)
+    known = _Known(wholes, cache(_place_of))
+    found = tuple(_shard(*_fields(item, ("file", "size", "sha256", "places")), known=known) for item in shards)
     if len({shard.file for shard in found}) != len(found):
         raise ValueError("has a file twice")
     held = {(piece.kind, piece.name) for shard in found for piece in shard.pieces}
@@ -373,35 +373,40 @@ def _shards(tensors: object, shards: object) -> tuple[Shard, ...]:
     return found
 
 
+class _Known(NamedTuple):
+    """What places are read by; a layer's are the next one's."""
+
+    wholes: Mapping[tuple[str, str], tuple[str, tuple[int, ...]]]
+    place_of: Callable[[str, tuple[int, ...]], Place]
+
+
 def _dtype_and_shape(dtype: object, shape: object) -> tuple[str, tuple[int, ...]]:
     return _dtype(dtype), _shape(shape)
 
 
-def _shard(
-    file: object, size: object, sha256: object, places: object, *, wholes: Mapping[Any, tuple[str, tuple[int, ...]]]
-) -> Shard:
+def _shard(file: object, size: object, sha256: object, places: object, *, known: _Known) -> Shard:
     file = _text(file, _FILE)
     try:
         pieces = [
             piece
             for kind, names in _items(places)
             for name, texts in _items(names)
-            for piece in _pieces(kind, name, texts, wholes)
+            for piece in _pieces(kind, name, texts, known)
         ]
         return Shard(file=file, size=_whole(size), sha256=_text(sha256, _DIGEST), pieces=tuple(pieces))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 
-def _pieces(kind: str, name: str, texts: object, wholes: Mapping[Any, tuple[str, tuple[int, ...]]]) -> Iterable[Piece]:
-    if (kind, name) not in wholes:
+def _pieces(kind: str, name: str, texts: object, known: _Known) -> Iterable[Piece]:
+    if (kind, name) not in known.wholes:
         raise ValueError(f"{printable(kind)} of {printable(name)} is not under tensors")
-    dtype, shape = wholes[kind, name]
+    dtype, shape = known.wholes[kind, name]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{kind} of {printable(name)}: must be a list of places")
     for number, text in enumerate(texts):
         try:
-            place = _place_of(text, shape)
+            place = known.place_of(text, shape)
         except ValueError as error:
             raise ValueError(f"{kind} of {printable(name)}: {error}") from None
         yield Piece(name=name, kind=kind, shape=shape, dtype=dtype, place=place, number=number)

@@ -143,13 +143,12 @@ def run_step(sharded: Sharded, microbatches: Sequence[Callable[[], Tensor]]) -> 
 def prepare(sharded: Sharded, *, is_last: bool, scatters: bool = False) -> None:
     """What the next backward does at its end: gradients are reduced, and kept parameters released, by the last only.
 
-    `scatters`: gradients of what is sharded and not kept are scattered by every backward and added up in shards, as the
-    cost model has it, so that none is held whole for longer than the backward of its unit. What remains to be added
-    over groups is for the last all the same. Not for backwards that are split.
+    `scatters`: gradients of what is sharded are scattered by every backward and added up in shards, as the cost model
+    has it, so that none is held whole for longer than the backward of its unit. What remains to be added over groups
+    is for the last all the same. Not for backwards that are split.
     """
     for unit in sharded.units:
-        early = scatters and unit.choice.shard > 1 and not unit.choice.keep
-        unit.wrapped.set_requires_gradient_sync(is_last or early, recurse=False)
+        unit.wrapped.set_requires_gradient_sync(is_last or (scatters and unit.choice.shard > 1), recurse=False)
         unit.wrapped.set_requires_all_reduce(is_last, recurse=False)
         unit.wrapped.set_reshard_after_backward(is_last or not unit.choice.keep, recurse=False)
     if sharded.units:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: operators cut into parts, hidden states sent around between them by DTensor.
+"""Tensor and sequence parallelism: operators cut into parts, hidden states sent around between them.
 
 `cut_parameters` leaves of every column, row and vocabulary operator this part's rows or columns, as a plain module, so
 that whatever wraps a module (FSDP2, operator splitting, a split backward) works on top. `connect` then puts the
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.model.architecture import Architecture
 from wavetrain.model.model import Model
 from wavetrain.model.operator import Axis, Embedding, Operator
 from wavetrain.plan.plan import Plan
+from wavetrain.runtime.crossings import cutting, entering, leaving
 from wavetrain.runtime.cuts import Cut, Range, Segment, part_of, ranges_of, role_of, segments_of
 from wavetrain.runtime.grid import Grid
 from wavetrain.runtime.hf import Surroundings
@@ -48,7 +48,6 @@ from wavetrain.runtime.transformer import Attention, TransposedLinear
 
 FUSED = ("Attention", "GPT2Attention", "Phi3Attention")  # queries, then keys, then values: not head by head
 CUT = (Axis.COLUMN, Axis.ROW, Axis.VOCAB)
-SEQUENCE_DIM = 1
 
 
 class Share(NamedTuple):
@@ -338,38 +337,24 @@ def connect(module: nn.Module, parallel: Parallel) -> None:
 
     To be called after operators were replaced by slices, if any are; before or after FSDP2.
     """
-    mesh = parallel.mesh
-    between = Shard(SEQUENCE_DIM) if parallel.sequence else Replicate()
-    gather = partial(_sent, mesh=mesh, before=between, after=Replicate(), gradient=Partial())
-    add = partial(_sent, mesh=mesh, before=Partial(), after=between)
+    group, sequence = parallel.mesh.get_group(), parallel.sequence
+    enter = partial(_on_input, entering(group, sequence=sequence))
     for path in (*parallel.entries, *parallel.projections):
-        module.get_submodule(path).register_forward_pre_hook(partial(_on_input, gather), with_kwargs=True)
+        module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True)
     for path in parallel.exits:
-        module.get_submodule(path).register_forward_hook(partial(_on_output, add))
+        module.get_submodule(path).register_forward_hook(partial(_on_output, leaving(group, sequence=sequence)))
     for path in parallel.embeddings:
-        whole = partial(_sent, mesh=mesh, before=Partial(), after=Replicate())
-        module.get_submodule(path).register_forward_hook(partial(_on_output, whole))
+        module.get_submodule(path).register_forward_hook(partial(_on_output, leaving(group, sequence=False)))
     if isinstance(module, Stage):
-        if module.is_first and parallel.sequence:
-            cut = partial(_sent, mesh=mesh, before=Replicate(), after=between)
-            module.get_submodule("embedding").register_forward_hook(partial(_on_output, cut))
+        if module.is_first and sequence:
+            module.get_submodule("embedding").register_forward_hook(partial(_on_output, cutting(group)))
         if parallel.projections:
-            first = Segment(parallel.vocab, parallel.vocab).range(parallel.part, mesh.size())[0]
-            module.loss = partial(vocabulary_loss, first=first, group=mesh.get_group())
+            first = Segment(parallel.vocab, parallel.vocab).range(parallel.part, group.size())[0]
+            module.loss = partial(vocabulary_loss, first=first, group=group)
         return
     for path in parallel.projections:
-        join = partial(_gathered_logits, mesh=mesh, vocab=parallel.vocab)
+        join = partial(_gathered_logits, mesh=parallel.mesh, vocab=parallel.vocab)
         module.get_submodule(path).register_forward_hook(partial(_on_output, join))
-
-
-def _sent(
-    x: Tensor, *, mesh: DeviceMesh, before: Placement, after: Placement, gradient: Placement | None = None
-) -> Tensor:
-    """A tensor that lies as `before` says, as `after` says; its gradient comes back as `gradient` says, else alike."""
-    placed = DTensor.from_local(x, mesh, (before,), run_check=False)
-    if before != after:
-        placed = placed.redistribute(mesh, (after,))
-    return placed.to_local(grad_placements=None if gradient is None else (gradient,))
 
 
 def _gathered_logits(local: Tensor, *, mesh: DeviceMesh, vocab: int) -> Tensor:
