@@ -131,6 +131,13 @@ def test_every_format_comes_back_and_the_safetensors_package_reads_it(tmp_path, 
         assert theirs.get_tensor("count/n") == 7
 
 
+def test_a_tensor_that_is_every_second_number_of_another(tmp_path):
+    numbers = torch.arange(10.0)[::2]
+    folder = begin(tmp_path, step=0)
+    shard = write_shard(folder, 0, [Entry("w", "value", (5,), (((0, 5),),), numbers)])
+    assert torch.equal(opened(publish(folder, manifest_of(0, [shard]))).read("w", "value", (((0, 5),),)), numbers)
+
+
 def test_what_was_written_is_known(root):
     found = newest(root, run="run-a")
     assert_is(found, 20)

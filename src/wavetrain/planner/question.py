@@ -100,9 +100,8 @@ class Question:
     def is_free(self) -> bool:
         """Whether blocks and operators may be chosen one by one: nothing is said that holds for all of them."""
         pins = self.pins
-        stated = (pins.shard, pins.keep, pins.recompute)
-        said = any(value is not None for value in stated) or pins.shard_optimizer
-        return self.mixed and not self.only and not said
+        stated = (pins.shard, pins.keep, pins.recompute, pins.shard_optimizer)
+        return self.mixed and not self.only and all(value is None for value in stated)
 
     @property
     def step_tokens(self) -> int:
