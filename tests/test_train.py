@@ -301,3 +301,23 @@ def test_a_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path, caplog:
     ran = run("train", file, "--local", "4", "--learning-rate", "10", "--clip", "0", "--steps", "60")
     assert ran.code == 4, ran.out
     assert re.search(r"step \d+: the loss is .* the gradient of \S+ on rank [23] is not finite", caplog.text)
+
+
+def test_a_killed_run_is_restarted_from_its_checkpoint(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = plan_file(tmp_path, composed_plan(pp=2, dp=2, schedule="wave", shard="2"))
+    options = ["train", file, "--local", "4", "--steps", "6", "--checkpoints", str(tmp_path / "kept"), "--json"]
+    ran = run(*options, "--save-every", "2", "--restarts", "1", "--inject", "kill:1:3:backward")
+    assert ran.code == 0, caplog.text
+    document = json.loads(ran.out)
+    assert document["restarts"] == 1
+    assert len(document["losses"]) == 4  # after the two that were saved
+    assert "rank 1 was killed" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000006"]
+    ran = run(*options)
+    assert ran.code == 2
+    assert "has 6 steps" in ran.err
+    ran = run("train", file, "--local", "4", "--restarts", "1")
+    assert ran.code == 2
+    assert "means nothing without --checkpoints" in ran.err

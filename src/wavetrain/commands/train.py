@@ -157,8 +157,13 @@ def _refuse_model(plan: Plan, job: Any) -> None:
     """A model that the runtime has no modules for, or data it can't read, is refused here, not by a rank."""
     from wavetrain.base.units import DType
     from wavetrain.runtime.data import open_dataset
+    from wavetrain.runtime.saving import last_step
     from wavetrain.runtime.units import check_parameters
 
+    done = last_step(job.checkpoints) if job.checkpoints is not None else 0
+    if done >= job.steps:
+        rule = f"{job.steps}: {job.checkpoints} has {done} steps already"
+        raise InputError(Problem(where="--steps", rule=rule, remedy=f"--steps {done + 1} or more"))
     parts = job.parts()
     check_parameters({name: tuple(p.shape) for name, p in parts.references()}, plan)
     if job.data is not None:

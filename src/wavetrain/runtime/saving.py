@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from wavetrain.base.codec import decode, dumps, encode
-from wavetrain.base.document import parse_json
-from wavetrain.runtime.checkpoint import Checkpoint, begin, clean, keep_last, newest, opened, publish
+from wavetrain.base.codec import dumps, encode
+from wavetrain.base.errors import InputError, RunError
+from wavetrain.runtime.checkpoint import Checkpoint, begin, clean, keep_last, newest, opened, publish, published
 from wavetrain.runtime.inject import When, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.logs import versions
-from wavetrain.runtime.manifest import Manifest, Shard
+from wavetrain.runtime.manifest import Manifest, Shard, pack, unpack
 from wavetrain.runtime.tensorfile import Entry, write_shard
 from wavetrain.runtime.world import World, connect
 
@@ -69,13 +69,22 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
             learner.set_optimizer_state(leaf, state, step=checkpoint.step)
 
 
+def last_step(root: Path) -> int:
+    """How far a directory's newest checkpoint is, by its name; 0 where there is none."""
+    found = published(root)
+    return int(found[0].name.rpartition("-")[2]) if found else 0
+
+
 def resume(job: Job, world: World, learner: Learner) -> int:
     """The step to go on with: that of the newest good checkpoint, or 0. All ranks call this together."""
     if job.checkpoints is None:
         return 0
     if world.rank == 0:
-        clean(job.checkpoints)
-        found = newest(job.checkpoints, run=run_id(job))
+        try:
+            clean(job.checkpoints)
+            found = newest(job.checkpoints, run=run_id(job))
+        except InputError as error:  # a report tells one line of a rank's error
+            raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
         world.store.set("resume", "" if found is None else str(found.path))
     path = world.store.get("resume").decode()
     strike(job.faults, When.LOAD, rank=world.rank, attempt=world.place.attempt)
@@ -130,10 +139,10 @@ class Saver:
         folder = Path(self._store.get(f"{key}/folder").decode())
         self._strike(When.SAVE, done)
         shard = write_shard(folder, rank, entries) if entries else None
-        self._store.set(f"{key}/{rank}", "" if shard is None else dumps(encode(shard)))
+        self._store.set(f"{key}/{rank}", "" if shard is None else pack(shard))
         if rank == 0:
             told = [self._store.get(f"{key}/{other}").decode() for other in range(self._world.size)]
-            shards = tuple(decode(Shard, parse_json(one, file="shard")) for one in told if one)
+            shards = tuple(unpack(one) for one in told if one)
             self._strike(When.PUBLISH, done)
             publish(folder, self._manifest(done, shards))
             keep_last(self._root, self._job.keep)
