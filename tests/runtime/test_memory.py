@@ -15,6 +15,8 @@ Every rank is compared with what the model says of its place in the pipeline.
 from __future__ import annotations
 
 import json
+import os
+import random
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -170,7 +172,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", CASES if "WAVETRAIN_SOAK" in os.environ else random.Random(7).sample(sorted(CASES), 12)
+)
 def test_the_peak_is_the_cost_model_s(name):
     plan = plan_for(CASES[name])
     expected, found = predicted(plan), measured(plan)

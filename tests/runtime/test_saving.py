@@ -125,7 +125,7 @@ def sample(cases, count):
     return cases if SOAK else random.Random(8).sample(cases, count)
 
 
-@pytest.mark.parametrize("fault", sample(KILLS, 6), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
+@pytest.mark.parametrize("fault", sample(KILLS, 4), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
 def test_a_run_that_is_killed_goes_on_to_the_same_end(fault, tmp_path, uninterrupted):
     job = job_for(plan_for(**WAVE), tmp_path, faults=(fault,))
     first = run(job)
@@ -166,7 +166,7 @@ def saved(tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize(("source", "target"), sample(PAIRS, 8))
+@pytest.mark.parametrize(("source", "target"), sample(PAIRS, 5))
 def test_any_layout_goes_on_from_any_other(source, target, saved):
     """Parameters and moments are those that were saved, to the bit."""
     root = saved(source)

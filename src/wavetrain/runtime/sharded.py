@@ -84,14 +84,18 @@ def parallelize(module: nn.Module, plan: Plan, world: World) -> Sharded:
     _check_layout(plan)
     check_world(plan.layout, size=world.size, where=f"rank {world.rank}")
     check_shapes(module, plan)
-    return shard_module(module, plan, open_grid(plan, rank=world.rank, size=world.size))
+    members = _members(module, plan)  # what can't be done is said before ranks meet
+    return _wrapped(module, members, open_grid(plan, rank=world.rank, size=world.size), _policy_for(module, plan))
 
 
 def shard_module(module: nn.Module, plan: Plan, grid: Grid) -> Sharded:
     """The same for a module whose operators may be this part's share of those that the plan's model has."""
-    policy = _policy_for(module, plan)
+    return _wrapped(module, _members(module, plan), grid, _policy_for(module, plan))
+
+
+def _members(module: nn.Module, plan: Plan) -> Members:
     ties = module.parts.ties if isinstance(module, Stage) else {}
-    return _wrapped(module, members_of(module, plan, casts=_casts(policy), ties=ties), grid, policy)
+    return members_of(module, plan, casts=_casts(_policy_for(module, plan)), ties=ties)
 
 
 def shard_stage(stage: Stage, plan: Plan, grid: Grid) -> Sharded:
