@@ -36,6 +36,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/executor.py
 	$(BIN)/python benchmarks/waves.py
+	$(BIN)/python benchmarks/parallelize.py
+	$(BIN)/python benchmarks/osdp_executed.py
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
@@ -43,7 +45,8 @@ accuracy: $(READY)
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py
-	WAVETRAIN_SOAK=1 $(BIN)/python -m pytest tests/runtime/test_executor.py tests/runtime/test_faults.py
+	WAVETRAIN_SOAK=1 $(BIN)/python -m pytest tests/runtime/test_executor.py tests/runtime/test_faults.py \
+		tests/runtime/test_composed.py tests/runtime/test_sharded.py tests/runtime/test_memory.py tests/runtime/test_saving.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

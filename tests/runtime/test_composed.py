@@ -34,7 +34,7 @@ from wavetrain.runtime.world import gloo_group
 
 STEPS, SEED, MOST_RANKS = 5, 3, 8
 SOAK = int(os.environ.get("WAVETRAIN_SOAK", "0"))
-DRAWS = 400 if SOAK else 10
+DRAWS = 300 if SOAK else 10
 RATE = Rate(peak=1e-3, schedule="cosine", warmup=1, steps=STEPS)
 FAMILIES = ("gpt", "gpt2", "llama", "qwen3", "phi3", "bert", "hf-gpt2", "hf-llama", "hf-qwen2", "hf-bert")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "wave", "wave-zb", "zb-h1", "zb-v", "chimera")
