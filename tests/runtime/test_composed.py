@@ -31,6 +31,7 @@ from wavetrain.runtime.recompute import check_recompute
 from wavetrain.runtime.stages import cut_into_stages, materialize
 from wavetrain.runtime.transformer import parts_of
 from wavetrain.runtime.world import gloo_group
+from wavetrain.sim.predict import to_run
 
 STEPS, SEED, MOST_RANKS = 5, 3, 8
 SOAK = int(os.environ.get("WAVETRAIN_SOAK", "0"))
@@ -194,7 +195,7 @@ def _mended(plan):
         plan = replace(plan, choices=tuple(replace(c, choice=replace(c.choice, recompute=False)) for c in plan.choices))
     problems = check(plan)
     assert not problems, problems
-    actions = job_of(plan, steps=1).actions
+    actions, _ = to_run(plan)
     if actions.is_split and plan.recompute is not Recompute.FULL:
         choices = tuple(replace(c, choice=replace(c.choice, recompute=False)) for c in plan.choices)
         plan = replace(plan, recompute=Recompute.NONE, choices=choices)
