@@ -46,7 +46,8 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's, of matrices; 0.01.")] = None,
     clip: Annotated[float | None, typer.Option(help="Most that the norm of all gradients may be; 1. 0: any.")] = None,
     memory_limit: Annotated[
-        float | None, typer.Option(help="GiB that a rank may hold; a run that needs more ends with an error.")
+        float | None,
+        typer.Option(help="GiB for a rank's states, gathered parameters and activations; more ends the run."),
     ] = None,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Directory where the run's state is kept; a run goes on from the newest there.")

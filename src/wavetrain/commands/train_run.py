@@ -82,6 +82,9 @@ def run(job: Job, local: int | None, limits: Any, output: Path | None, *, restar
     if given != ranks:
         rule = f"{given}: the plan runs on {ranks} ranks"
         raise InputError(Problem(where="--local" if local else "WORLD_SIZE", rule=rule, legal=(str(ranks),)))
+    if place is not None and restarts:
+        rule, remedy = "means nothing without --local: the launcher starts ranks again", "torchrun --max-restarts"
+        raise InputError(Problem(where="--restarts", rule=rule, remedy=remedy))
     if place is not None:
         code = run_rank(work, place, limits=limits, actions=rows_of(job), report_dir=output)
     else:

@@ -186,10 +186,10 @@ class Learner:
         deepest = max(self.stages)  # a rank's last stage
         self._world.store.set(f"broken/{self.grid.rank}", json.dumps([deepest, mine]))
         told = [json.loads(self._world.store.get(f"broken/{rank}")) for rank in range(self._world.size)]
-        _, rank = max((stage, -rank) for rank, (stage, names) in enumerate(told) if names or stage == deepest)
-        names = told[-rank][1]
+        _, least = max((bool(names), stage, -rank) for rank, (stage, names) in enumerate(told))[1:]
+        rank, names = -least, told[-least][1]
         rate = learning_rate(self._job.rate, step=step)
-        what = f"the gradient of {names[-1]} on rank {-rank} is not finite" if names else "all gradients are finite"
+        what = f"the gradient of {names[-1]} on rank {rank} is not finite" if names else "all gradients are finite"
         several = f", nor are {sum(len(own) for _, own in told) - 1} others on all ranks" if names else ""
         remedy = "a smaller --learning-rate, a --warmup, a --clip, or other data"
         return RunError(
