@@ -47,7 +47,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     clip: Annotated[float | None, typer.Option(help="Most that the norm of all gradients may be; 1. 0: any.")] = None,
     memory_limit: Annotated[
         float | None,
-        typer.Option(help="GiB for a rank's states, gathered parameters and activations; more ends the run."),
+        typer.Option(help="GiB for a rank's states, gathered parameters, activations; more is an error."),
     ] = None,
     checkpoints: Annotated[
         Path | None, typer.Option(help="Directory where the run's state is kept; a run goes on from the newest there.")
