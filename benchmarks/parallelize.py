@@ -53,7 +53,7 @@ from wavetrain.runtime.chunk import wait_until
 from wavetrain.runtime.grid import open_grid
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.report import Limits
-from wavetrain.runtime.sharded import parallelize, run_step, whole_gradients
+from wavetrain.runtime.sharded import run_step, shard_whole, whole_gradients
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
 from wavetrain.runtime.tensor import add_partial, connect, cut_parameters
 from wavetrain.runtime.transformer import parts_of
@@ -118,7 +118,7 @@ def stage_of(plan: Plan) -> Stage:
 
 
 def ours(plan: Plan, world: World, batches: Batches) -> tuple[Step, Gradients]:
-    sharded = parallelize(stage_of(plan), plan, world)
+    sharded = shard_whole(stage_of(plan), plan, world)
     module = sharded.module
 
     def step() -> list[Tensor]:

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.near import close
 from tests.runtime.plans import small_model
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
@@ -14,8 +15,8 @@ from wavetrain.plan.check import check
 from wavetrain.runtime.hf import parts_of_config
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.sharded import (
-    parallelize,
     run_step,
+    shard_whole,
     whole_gradients,
     whole_parameters,
 )
@@ -120,16 +121,6 @@ def reference(module, names, ties, plan):
     return seen, {name: unique[canonical.get(name, name)].detach().clone() for name in by_name}
 
 
-def close(value, expected, what, *, floor=1e-16):
-    """Equal to 1e-12 of the largest element; `floor` is for what is zero but for roundings (the bias of keys)."""
-    if expected is None or value is None:
-        assert value is expected, what
-        return
-    assert value.shape == expected.shape, what
-    worst = (value - expected).abs().max().item()
-    assert worst <= 1e-12 * expected.abs().max().item() + floor, f"{what}: off by {worst}"
-
-
 def compare(world, sharded, plan, expected):
     """Train as the plan says; losses, gradients and parameters are those of one process."""
     steps, last = expected
@@ -171,7 +162,7 @@ def run(build, plan, then=None):
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(build(), plan, world)
+            sharded = shard_whole(build(), plan, world)
             compare(world, sharded, plan, expected)
             if then is not None:
                 then(world, sharded)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tests.runtime.near import close
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -266,15 +267,6 @@ def whole(module, parallel, part):
             parts.append(None if empty else joined_parts(parallel.cuts[path], tensors))
         found[name] = None if None in parts[:1] else torch.cat(parts, pieces.dim)
     return found
-
-
-def close(value, expected, what, *, floor=1e-16):
-    if expected is None or value is None:
-        assert value is expected, what
-        return
-    assert value.shape == expected.shape, what
-    worst = (value - expected).abs().max().item()
-    assert worst <= 1e-12 * expected.abs().max().item() + floor, f"{what}: off by {worst}"
 
 
 def all_whole(modules, parallels, part):

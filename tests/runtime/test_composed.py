@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.runtime.near import at, close
 from tests.runtime.plans import small_model
 from torch import nn
 
@@ -251,20 +252,6 @@ def _tie(stage, parameter, own):
 
 
 # --- and all ranks ---
-
-
-def close(value, expected, what, *, floor=1e-16):
-    """Equal to 1e-12 of the largest element; `floor` is for what is zero but for roundings (the bias of keys)."""
-    assert value.shape == expected.shape, what
-    worst = (value - expected).abs().max().item()
-    assert worst <= 1e-12 * expected.abs().max().item() + floor, f"{what}: off by {worst}"
-
-
-def at(whole, place):
-    for dim, ranges in enumerate(place):
-        indices = [torch.arange(first, last) for first, last in ranges]
-        whole = whole.index_select(dim, torch.cat([torch.arange(0), *indices]))
-    return whole
 
 
 def compare(learner, expected):

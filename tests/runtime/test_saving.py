@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from tests.runtime.near import at
 from tests.runtime.plans import small_model
 
 from wavetrain.base.errors import InputError
@@ -185,12 +186,6 @@ def test_any_layout_goes_on_from_any_other(source, target, saved):
                         assert torch.equal(state[kind], at(expected[kind, name], leaf.place)), (kind, leaf.key)
 
     run_local(work, job.num_ranks).check()
-
-
-def at(tensor, place):
-    for dim, ranges in enumerate(place):
-        tensor = tensor.index_select(dim, torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in ranges)]))
-    return tensor
 
 
 def test_another_layout_goes_on_with_the_same_losses(tmp_path):

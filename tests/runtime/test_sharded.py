@@ -39,11 +39,11 @@ from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.sharded import (
     gathered_bytes,
     load_whole,
-    parallelize,
     policy_of,
     prepare,
     reduce_now,
     run_step,
+    shard_whole,
     whole_gradients,
     whole_parameters,
 )
@@ -144,7 +144,7 @@ def test_a_traced_module():
     own = next(o.name for o in model.by_name[block].operators if any(p.name.endswith("scale") for p in o.parameters))
     plan = plan_for(model, dp=2, choices=[OperatorChoice(block, own, Choice(2))])
     with pytest.raises(InputError, match="can't be gathered by itself"):
-        parallelize(Traceable(), plan, SimpleNamespace(rank=0, size=2))
+        shard_whole(Traceable(), plan, SimpleNamespace(rank=0, size=2))
 
 
 @pytest.mark.parametrize(("keep", "gathers"), [(False, 2 * 3), (True, 1)])
@@ -153,7 +153,7 @@ def test_one_reduction_per_step_and_kept_parameters_are_gathered_once(monkeypatc
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("llama", False), plan, world)
+            sharded = shard_whole(stage_of("llama", False), plan, world)
             counted = Counted(monkeypatch)
             tokens, targets, count = batches(2, 3, 0)
             pairs = list(zip(tokens[world.rank], targets[world.rank], strict=True))
@@ -180,7 +180,7 @@ def test_several_in_flight_and_reduced_at_the_end(monkeypatch, order, keep):
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("llama", True), plan, world)
+            sharded = shard_whole(stage_of("llama", True), plan, world)
             counted = Counted(monkeypatch)
             tokens, targets, count = batches(2, 3, 0)
             losses = {}
@@ -214,7 +214,7 @@ def test_every_gather_is_used(monkeypatch):
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("gpt2", False), plan, world)
+            sharded = shard_whole(stage_of("gpt2", False), plan, world)
             counted = Counted(monkeypatch)
             tokens, targets, count = batches(2, 2, 0)
             pairs = zip(tokens[world.rank], targets[world.rank], strict=True)
@@ -236,7 +236,7 @@ def test_values_go_in_and_out_by_their_unsplit_names():
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("gpt2", True), plan, world)
+            sharded = shard_whole(stage_of("gpt2", True), plan, world)
             expected = dict(stage_of("gpt2", True).named())
             found = whole_parameters(sharded)
             assert found.keys() == expected.keys()
@@ -260,7 +260,7 @@ def test_shards_lie_on_neighbours_and_take_their_part_of_memory():
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("llama", False), plan, world)
+            sharded = shard_whole(stage_of("llama", False), plan, world)
             mlp = sharded.module.blocks[0].mlp
             assert not isinstance(mlp.gate.weight, DTensor)
             assert mlp.gate.weight.shape == (2 * HIDDEN, HIDDEN)
@@ -281,7 +281,7 @@ def test_mixed_precision_is_the_plans():
         with gloo_group(world, timeout_s=60):
             stage = stage_of("llama", False)
             materialize({0: stage}, seed=3, dtype=torch.float32)
-            sharded = parallelize(stage, plan, world)
+            sharded = shard_whole(stage, plan, world)
             seen = []
             sharded.module.blocks[0].mlp.up.register_forward_hook(
                 lambda own, _, y: seen.extend([own.weight.dtype, y.dtype])
@@ -315,10 +315,10 @@ def test_what_cant_be_run_is_said():
     plan = plan_for(described("llama", False), dp=2)
     world = SimpleNamespace(rank=0, size=3)
     with pytest.raises(InputError, match=r"the plan is for 2 ranks \(.*\), this run has 3"):
-        parallelize(stage_of("llama", False), plan, world)
+        shard_whole(stage_of("llama", False), plan, world)
     world = SimpleNamespace(rank=0, size=2)
     with pytest.raises(InputError, match=r"model\.embed_tokens\.weight\n.*no such parameter"):
-        parallelize(stage_of("gpt2", False), plan, world)
+        shard_whole(stage_of("gpt2", False), plan, world)
     tensor = replace(plan, layout=replace(plan.layout, tp=2, dp=1))
     with pytest.raises(InputError, match=r"layout\.tp: 2"):
-        parallelize(stage_of("llama", False), tensor, world)
+        shard_whole(stage_of("llama", False), tensor, world)

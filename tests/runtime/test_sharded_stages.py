@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.runtime.near import close
 from tests.runtime.plans import small_model
-from tests.runtime.sharding import SEQ, Counted, batches, close
+from tests.runtime.sharding import SEQ, Counted, batches
 from torch.distributed.tensor import DTensor
 
 from wavetrain.base.units import DType

@@ -16,7 +16,7 @@ from wavetrain.base.errors import InputError
 from wavetrain.model.operator import Axis
 from wavetrain.plan import Choice, OperatorChoice
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.sharded import gathered_bytes, parallelize, run_step
+from wavetrain.runtime.sharded import gathered_bytes, run_step, shard_whole
 from wavetrain.runtime.split import axis_for, can_split, split
 from wavetrain.runtime.transformer import TransposedLinear
 from wavetrain.runtime.world import gloo_group
@@ -153,7 +153,7 @@ def peak_of(monkeypatch, layer, operator, choice):
 
     def work(world):
         with gloo_group(world, timeout_s=60):
-            sharded = parallelize(stage_of("gpt2", False), plan, world)
+            sharded = shard_whole(stage_of("gpt2", False), plan, world)
             own = [name for name in sharded.pieces if name.startswith(operator.replace("{}", "0"))]
             paths = {path.rpartition(".")[0] for name in own for path in sharded.pieces[name].paths}
             slices = [sharded.module.get_submodule(path) for path in sorted(paths)]

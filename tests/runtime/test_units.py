@@ -23,8 +23,8 @@ from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.sharded import (
     complete,
     gathered_bytes,
-    parallelize,
     prepare,
+    shard_whole,
     whole_gradients,
 )
 from wavetrain.runtime.stages import materialize
@@ -47,7 +47,7 @@ def test_replicated_operators_in_another_format_have_a_copy_for_the_whole_step(d
         with gloo_group(world, timeout_s=60):
             stage = stage_of("gpt2", False)
             materialize({0: stage}, seed=3, dtype=torch.float32)
-            sharded = parallelize(stage, plan, world)
+            sharded = shard_whole(stage, plan, world)
             assert all(unit.choice.keep for unit in sharded.units[:-1])
             assert not sharded.replicated.parameters
             tokens, targets, count = batches(dp, 2, 0)

@@ -53,16 +53,15 @@ __all__ = [
     "gathered_bytes",
     "let_go",
     "load_whole",
-    "parallelize",
     "policy_of",
     "prepare",
     "reduce_now",
     "release",
     "resident",
     "run_step",
-    "send",
     "shard_module",
     "shard_stage",
+    "shard_whole",
     "whole_gradients",
     "whole_parameters",
 ]
@@ -75,7 +74,7 @@ FORMATS = {
 }
 
 
-def parallelize(module: nn.Module, plan: Plan, world: World) -> Sharded:
+def shard_whole(module: nn.Module, plan: Plan, world: World) -> Sharded:
     """Shard, replicate and split the operators of a whole model, in place, as its plan says.
 
     `module` is a `Stage` with all blocks, or any module that has the plan's operators at the paths of their names. All
@@ -169,14 +168,6 @@ def let_go(sharded: Sharded) -> None:
             if item.event is not None:
                 state._device_handle.current_stream().wait_event(item.event)  # noqa: SLF001
         waiting.clear()
-
-
-def send(sharded: Sharded) -> None:
-    """After the last backward of a stage, before any of another: what is not on its way yet is sent.
-
-    Only where `complete` is to wait later than that; it does this itself.
-    """
-    sharded.replicated.send()
 
 
 def reduce_now(sharded: Sharded) -> None:
