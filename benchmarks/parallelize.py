@@ -57,6 +57,7 @@ from wavetrain.runtime.sharded import run_step, shard_whole, whole_gradients
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
 from wavetrain.runtime.tensor import add_partial, connect, cut_parameters
 from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.whole import full
 from wavetrain.runtime.world import World, gloo_group
 
 BLOCKS, VOCAB = 6, 8000
@@ -160,7 +161,7 @@ def sharded(plan: Plan, _world: World, batches: Batches) -> tuple[Step, Gradient
             losses.append(_backward(stage(*pair)))
         return losses
 
-    return step, lambda: {path: p.grad.full_tensor() for path, p in stage.named_parameters()}
+    return step, lambda: {path: full(p.grad) for path, p in stage.named_parameters()}
 
 
 def _backward(loss: Tensor) -> Tensor:

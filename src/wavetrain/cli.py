@@ -15,6 +15,7 @@ from wavetrain import __version__
 from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
 from wavetrain.base.units import DType, printable
 from wavetrain.commands.explain import explain
+from wavetrain.commands.export import export
 from wavetrain.commands.plan import plan as plan_command
 from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import CHECK_FAILED, MOST_DEGREE, AsJson, one_of, refuse_beside, show, write, writing
@@ -219,28 +220,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 app.command("plan")(plan_command)
 app.command("explain")(explain)
 app.command("train")(train)
-
-
-@app.command()
-def export(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
-    to: Annotated[str, typer.Option(help="torchtitan, megatron, deepspeed, accelerate, fsdp2, torchrun, slurm ...")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a file instead of printing.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a plan in the words of another program, and say what it has no words for."""
-    from wavetrain.base.codec import dumps
-    from wavetrain.plan import read_plan
-    from wavetrain.plan.export import export as exported
-
-    found = exported(read_plan(plan), to)
-    text = dumps(found.document()) if as_json else found.text
-    for note in found.not_expressed:
-        print(f"not expressed: {printable(note, most=400)}", file=sys.stderr)
-    if output is not None:
-        write(output, found.text)
-    if output is None or as_json:
-        print(text, end="")
+app.command("export")(export)
 
 
 @app.command()

@@ -44,6 +44,11 @@ class Host:
     def mend(self) -> None:
         _ip(f"-n {self.hub} link set {self.cable} up")
 
+    def mislay(self, other: Host) -> None:
+        """Send to nowhere what is for another host; what comes from it still arrives."""
+        nobody = "02:00:00:00:00:99"
+        _ip(f"-n {self.name} neigh replace {other.address} lladdr {nobody} nud permanent dev {self.interface}")
+
 
 @dataclass(frozen=True)
 class Network:

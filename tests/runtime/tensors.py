@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from tests.runtime.near import close
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from wavetrain.base.units import DType
 from wavetrain.cluster import load_cluster
@@ -25,6 +24,7 @@ from wavetrain.runtime.split import Split, joined, split
 from wavetrain.runtime.stages import IGNORED, cut_into_stages, materialize, sum_of_losses
 from wavetrain.runtime.tensor import add_partial, connect, cut_parameters
 from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.whole import full
 from wavetrain.runtime.world import gloo_group
 
 SEQ, HIDDEN, HEADS, FFN, STEPS, BATCH = 8, 16, 4, 24, 3, 2
@@ -249,7 +249,7 @@ def held(module, path, part):
     if getattr(holder, leaf, None) is None:
         return None
     found = part(module.get_parameter(path))
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    return None if found is None else full(found)
 
 
 def whole(module, parallel, part):

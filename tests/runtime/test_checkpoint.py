@@ -37,6 +37,7 @@ from wavetrain.runtime.checkpoint import (
     begin,
     clean,
     discard,
+    glance,
     keep_last,
     newest,
     opened,
@@ -263,6 +264,59 @@ def test_the_only_good_one_is_never_removed(root, caplog):
     assert keep_last(root, 1, on_bad=lambda path, _: told.append(path.name)) == []
     assert told == ["bad-step-00000030-1", "bad-step-00000020-1"]
     assert_is(newest(root), 10)
+
+
+def test_a_glance_refuses_only_what_the_search_would_refuse_and_changes_nothing(root):
+    glance(root / "nowhere", run="run-a")
+    glance(root, run="run-a")
+    with pytest.raises(InputError, match="is of another run than run-b"):
+        glance(root, run="run-b")
+    (root / step_name(20) / MANIFEST).write_bytes(b"{}")
+    glance(root, run="run-a")  # the one before is still there
+    (root / step_name(10) / MANIFEST).write_bytes(b"{}")
+    with pytest.raises(InputError) as raised:
+        glance(root, run="run-a")
+    assert len(raised.value.problems) == 3
+    assert names_in(root) == [step_name(10), step_name(20)]
+    with pytest.raises(InputError):
+        newest(root, run="run-a")
+
+
+def test_what_this_process_has_published_is_not_read_again(root, monkeypatch):
+    """Of two that are known, some headers; one that nobody knows is read to the last byte before it is removed."""
+    known = {save(root, 30), save(root, 40)}
+    counted, preadv = [], os.preadv
+
+    def counting(stream, buffers, offset):
+        counted.append(preadv(stream, buffers, offset))
+        return counted[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in published(root)}
+    tensors = sum(sum(e.tensor.nbytes for e in entries) for entries in entries_of(10))
+    strangers = published(root)[2:]
+    assert keep_last(root, 2, known=known) == strangers
+    assert sum(counted) >= sum(sizes[path] for path in strangers)
+    counted.clear()
+    known.add(save(root, 50))
+    assert keep_last(root, 2, known=known) == [root / step_name(30)]
+    assert sum(counted) <= 2 * (max(sizes.values()) - tensors)
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "manifest"])
+def test_a_known_one_that_was_harmed_does_not_count(root, harm):
+    """What can be seen without reading all of it is seen: the only good one stays."""
+    known = {save(root, 30)}
+    shard = root / step_name(30) / SHARDS[0]
+    if harm == "cut":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif harm == "gone":
+        shard.unlink()
+    else:
+        (root / step_name(30) / MANIFEST).write_bytes(b"{}")
+    assert keep_last(root, 1, known=known) == []
+    assert names_in(root) == ["bad-step-00000030-1", step_name(10), step_name(20)]
+    assert_is(newest(root), 20)
 
 
 def test_bad_ones_do_not_count_and_are_not_removed(root):

@@ -25,7 +25,7 @@ from wavetrain.runtime.board import process_state
 from wavetrain.runtime.launch import INTERRUPTED, Outcome, Work, run_local, run_rank
 from wavetrain.runtime.progress import Phase
 from wavetrain.runtime.report import Cause, Limits
-from wavetrain.runtime.world import Place, World, gloo_group, place_from_environment
+from wavetrain.runtime.world import Place, World, gloo_group, meet, place_from_environment
 
 QUICK = Limits(floor_s=1.0, start_s=20.0)
 STEPS, FAULTY, FAULT_STEP = 6, 1, 3
@@ -311,7 +311,7 @@ def unattended(work: Work, size: int, report_dir: Path) -> Iterator[list[int]]:
         pids = []
         for rank in range(size):
             place = Place(rank=rank, size=size, local_rank=rank, host="127.0.0.1", port=port, serves=rank == 0)
-            act = lambda place=place: run_rank(work, place, limits=QUICK, report_dir=report_dir)  # noqa: E731
+            act = lambda place=place: run_rank(work, meet(place), limits=QUICK, report_dir=report_dir)  # noqa: E731
             pids.append(stack.enter_context(forked(act)))
         yield pids
 
@@ -371,7 +371,7 @@ def under_torchrun(work: Work, report_dir: Path, *, restarts: int = 0) -> int:
     def rank() -> None:
         place = place_from_environment(os.environ)
         assert place is not None
-        sys.exit(run_rank(work, place, limits=QUICK, report_dir=report_dir / str(place.attempt)))
+        sys.exit(run_rank(work, meet(place), limits=QUICK, report_dir=report_dir / str(place.attempt)))
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

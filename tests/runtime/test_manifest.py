@@ -8,10 +8,10 @@ import stat
 import struct
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tests.runtime.checkpoints import SHARDS, assert_falls_back, assert_is, manifest_of, names_in, save, two_good_ones
+from tests.runtime.crafted import Trap, facts, tensor_file
 
 from wavetrain.base.errors import InputError
 from wavetrain.runtime import manifest as manifests
@@ -76,25 +76,6 @@ def forged(root, data, *, piece=None, file=SHARDS[0]):
     if "/" not in file:
         (path / file).write_bytes(data)
     return path
-
-
-def tensor_file(header, data=bytes(16), *, length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def facts(dtype="F32", shape=(4,), offsets=(0, 16)):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-class Trap:
-    """Whoever unpickles this leaves a mark."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return (Path.touch, (self.mark,))
 
 
 HEADERS = {

@@ -11,7 +11,6 @@ from tests.runtime.pipeline import HEADS, HIDDEN, SEED, SEQ, VOCAB, batch_of, sm
 from tests.runtime.plans import small_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +25,7 @@ from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.recompute import check_recompute, recompute_stage, recomputes_in_blocks, repeated
 from wavetrain.runtime.stages import cut_into_stages, materialize
 from wavetrain.runtime.transformer import Attention as BuiltInAttention
+from wavetrain.runtime.whole import full
 from wavetrain.runtime.world import gloo_group
 
 FAMILIES = ("gpt", "llama", "bert", "hf-gpt2", "hf-llama", "hf-bert")
@@ -413,7 +413,7 @@ def gathered(family, plan, *, inside, first):
         with counting(FUSED) as counted:
             loss.backward()
         again += counted.count
-    gradients = {name: None if p.grad is None else p.grad.full_tensor() for name, p in stage.named_parameters()}
+    gradients = {name: None if p.grad is None else full(p.grad) for name, p in stage.named_parameters()}
     return loss.detach(), gradients, again
 
 
@@ -447,9 +447,7 @@ def cut_by_heads(plan, mesh):
     loss = stage(batch.tokens[0], batch.targets[0])
     with counting(*PRODUCTS) as counted:
         loss.backward()
-    gradients = {
-        name: p.grad.full_tensor() if isinstance(p, DTensor) else p.grad for name, p in stage.named_parameters()
-    }
+    gradients = {name: full(p.grad) for name, p in stage.named_parameters()}
     return loss.detach(), gradients, counted.count
 
 

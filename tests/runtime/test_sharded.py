@@ -28,6 +28,7 @@ from tests.runtime.sharding import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wavetrain.base.errors import InputError
 from wavetrain.base.units import DType
@@ -322,3 +323,31 @@ def test_what_cant_be_run_is_said():
     tensor = replace(plan, layout=replace(plan.layout, tp=2, dp=1))
     with pytest.raises(InputError, match=r"layout\.tp: 2"):
         shard_whole(stage_of("llama", False), tensor, world)
+
+
+class Names(TorchDispatchMode):
+    """What is called while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_gather_is_coalesced():
+    """Gloo's threads free the name of such a work twice, if rarely: a rank dies of it."""
+    plan = plan_for(described("gpt2", False), dp=2, choice=Choice(2))
+
+    def work(world):
+        with gloo_group(world, timeout_s=60):
+            sharded = shard_whole(stage_of("gpt2", False), plan, world)
+            with Names() as called:
+                whole_parameters(sharded)
+            gathers = [name for name in called.seen if "gather" in name]
+            assert gathers
+            assert not [name for name in gathers if "coalesced" in name]
+
+    run_local(work, 2).check()

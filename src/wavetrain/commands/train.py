@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wavetrain.base.errors import InputError, Problem
-from wavetrain.commands.shared import AsJson, one_of, refuse_beside, refuse_without, show, writing
+from wavetrain.commands.replan import gather
+from wavetrain.commands.shared import AsJson, one_of, refuse_beside, refuse_without, show
 from wavetrain.commands.train_run import job_of, run
 
 if TYPE_CHECKING:
@@ -55,11 +56,17 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: after the last only.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 2.")] = None,
     restarts: Annotated[int, typer.Option(help="Times to start again, from the newest checkpoint, after a fault.")] = 0,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With another number of ranks than the plan's: plan again, same batch.")
+    ] = False,
     inject: Annotated[
         list[str] | None, typer.Option(help="A fault on purpose: KIND:RANK:STEP:WHEN[:ATTEMPT], as kill:1:3:backward.")
     ] = None,
     hang_floor: Annotated[
         float | None, typer.Option(help="Least seconds without progress that count as a hang; 60, emulated 10.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option(help="Directory of a model to begin with, as safetensors that transformers writes.")
     ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Directory for the trained model, as safetensors that transformers reads.")
@@ -79,8 +86,8 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # AMX kills processes that may not use it
     _refuse_layout(wanted, emulate=emulate, module=module)
     real = {"data": data, "config": config, "module": module, "seed": seed, "lr_schedule": lr_schedule, **learning}
-    real |= {"memory_limit": memory_limit, "save": save}
-    real |= {"checkpoints": checkpoints, "save_every": save_every, "keep": keep}
+    real |= {"memory_limit": memory_limit, "load": load, "save": save}
+    real |= {"checkpoints": checkpoints, "save_every": save_every, "keep": keep, "replan": replan or None}
     if checkpoints is None:
         refuse_without("--checkpoints", {"--save-every": save_every, "--keep": keep, "--restarts": restarts or None})
     if emulate:
@@ -90,6 +97,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.runtime.report import Limits
 
     carrier = one_of("--transport", transport, CARRIERS)
+    wanted, world = gather(wanted, local, restarts=restarts, replan=replan, kept=checkpoints, one_pipeline=emulate)
     more = {} if emulate else _options(wanted, steps, real)
     faults = tuple(parse_fault(text, where="--inject") for text in inject or ())
     job = job_of(wanted, emulate=emulate, steps=steps, transport=carrier, logs=output, faults=faults, **more)
@@ -97,10 +105,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
         _refuse_model(wanted, job)
     limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if output is not None:
-        with writing(output):
-            output.mkdir(parents=True, exist_ok=True)
-    document = run(job, local, limits, output, restarts=restarts)
+    document = run(job, world, limits, output, restarts=restarts)
     if document is None:  # another rank shows it
         return
     from wavetrain.show.train import card
@@ -123,6 +128,7 @@ def _options(plan: Plan, steps: int, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "seed": stated.get("seed", 0),
         "data": stated.get("data"),
+        "load": stated.get("load"),
         "save": stated.get("save"),
         "config": stated.get("config"),
         "source": str(stated.get("config") or stated.get("module") or ""),
@@ -157,8 +163,10 @@ def _refuse_numbers(**given: float | None) -> None:
 def _refuse_model(plan: Plan, job: Any) -> None:
     """A model that the runtime has no modules for, or data it can't read, is refused here, not by a rank."""
     from wavetrain.base.units import DType
+    from wavetrain.runtime.checkpoint import glance
     from wavetrain.runtime.data import open_dataset
-    from wavetrain.runtime.saving import last_step
+    from wavetrain.runtime.imported import check_load
+    from wavetrain.runtime.saving import last_step, run_id
     from wavetrain.runtime.units import check_parameters
 
     done = last_step(job.checkpoints) if job.checkpoints is not None else 0
@@ -169,6 +177,10 @@ def _refuse_model(plan: Plan, job: Any) -> None:
     check_parameters({name: tuple(p.shape) for name, p in parts.references()}, plan)
     if job.data is not None:
         open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len)
+    if job.checkpoints is not None and not job.memory_every:  # a copy in memory may be all that a run needs
+        glance(job.checkpoints, run=run_id(job))
+    for note in check_load(job, parts):
+        print(note, file=sys.stderr)
     if plan.precision.products is DType.FP8:
         print(f"multiplies in {plan.precision.compute.value}, not in fp8 as the plan says", file=sys.stderr)
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wavetrain.base.errors import InputError, Problem, RunError
-from wavetrain.commands.shared import write
+from wavetrain.base.errors import RunError
+from wavetrain.commands.shared import write, writing
 
 LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from wavetrain.plan import Plan
     from wavetrain.runtime.job import Job
     from wavetrain.runtime.trainer import RankRecord
+    from wavetrain.runtime.world import World
     from wavetrain.schedule import Actions
+    from wavetrain.sim.engine import StageTimes
     from wavetrain.timeline.timeline import Timeline
 
 
@@ -43,8 +44,21 @@ def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
         step_s=simulate(plan).step_s,
         step_flops=step_flops(plan)[0],
         peak_flops=known_peak(plan),
+        planned_busy=_planned_busy(actions, times),
         **more,
     )
+
+
+def _planned_busy(actions: Actions, times: Sequence[StageTimes]) -> tuple[float, ...]:
+    """Seconds that each rank of a pipeline computes in a step; what is recomputed is in the times of backwards."""
+    from wavetrain.schedule.action import Kind
+
+    taken = {
+        (stage, kind): seconds
+        for stage, t in enumerate(times)
+        for kind, seconds in ((Kind.F, t.f), (Kind.B, t.i + t.w), (Kind.I, t.i), (Kind.W, t.w))
+    }
+    return tuple(sum(taken.get((a.stage, a.kind), 0.0) for a in row) for row in actions.ranks)
 
 
 def known_peak(plan: Plan) -> float | None:
@@ -59,13 +73,18 @@ def known_peak(plan: Plan) -> float | None:
     return None if rate is None else rate * plan.layout.num_devices
 
 
-def run(job: Job, local: int | None, limits: Any, output: Path | None, *, restarts: int = 0) -> dict[str, Any] | None:
-    """The document of a run that ended well, on the rank or in the process that is to show it."""
+def run(job: Job, world: World | None, limits: Any, output: Path | None, *, restarts: int = 0) -> dict[str, Any] | None:
+    """The document of a run that ended well, on the rank or in the process that is to show it.
+
+    `world` is that of a launcher's ranks, of which this is one; without it ranks are started here.
+    """
     from wavetrain.runtime.launch import run_local, run_rank
     from wavetrain.runtime.trainer import train as train_rank
-    from wavetrain.runtime.world import World, place_from_environment
 
     made: dict[str, Any] = {}
+    if output is not None:
+        with writing(output):
+            output.mkdir(parents=True, exist_ok=True)
 
     def work(world: World) -> None:
         records = train_rank(job, world)
@@ -74,19 +93,8 @@ def run(job: Job, local: int | None, limits: Any, output: Path | None, *, restar
             world.give(json.dumps(made).encode())
 
     ranks = job.num_ranks
-    place = None if local is not None else place_from_environment(os.environ)
-    given = local if local is not None else place.size if place else None
-    if given is None:
-        rule, remedy = "missing, and neither torchrun nor Slurm has started this process", f"--local {ranks}"
-        raise InputError(Problem(where="--local", rule=rule, remedy=remedy))
-    if given != ranks:
-        rule = f"{given}: the plan runs on {ranks} ranks"
-        raise InputError(Problem(where="--local" if local else "WORLD_SIZE", rule=rule, legal=(str(ranks),)))
-    if place is not None and restarts:
-        rule, remedy = "means nothing without --local: the launcher starts ranks again", "torchrun --max-restarts"
-        raise InputError(Problem(where="--restarts", rule=rule, remedy=remedy))
-    if place is not None:
-        code = run_rank(work, place, limits=limits, actions=rows_of(job), report_dir=output)
+    if world is not None:
+        code = run_rank(work, world, limits=limits, actions=rows_of(job), report_dir=output)
     else:
         for attempt in range(restarts + 1):
             outcome = run_local(work, ranks, limits=limits, actions=rows_of(job), report_dir=output, attempt=attempt)
@@ -153,6 +161,8 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
         "mfu": job.step_flops / seconds / job.peak_flops if job.peak_flops else None,
         "bubble_fraction": idle_share(measured),
         "peak_bytes": [record.peak_bytes for record in records.values()],
+        "busy_s": [record.busy_s for record in records.values()],
+        "stragglers": records[0].stragglers,
         "predicted": {
             "step_s": pipeline_seconds(job) or predicted.step_s,
             "bubble_fraction": predicted.bubble_fraction,
@@ -211,7 +221,8 @@ def _inputs(job: Job) -> dict[str, Any]:
     data = None if job.data is None else {"file": str(job.data), "bytes": job.data.stat().st_size}
     modules = "built in" if job.build is None else job.source
     learning = {"rate": asdict(job.rate), "adamw": asdict(job.adamw), "clip": None if job.clip == NEVER else job.clip}
-    limit = {"memory_limit_bytes": job.memory_limit}
+    load = None if job.load is None else str(job.load)
+    limit = {"load": load, "memory_limit_bytes": job.memory_limit}
     return document | {"seed": job.seed, "data": data, "modules": modules, "learning": learning} | limit
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wavetrain.base.document import read_document
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.model import read_model
 from wavetrain.model.operator import Linear
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.composed import ties_of
 from wavetrain.runtime.hf import parts_of_config
 from wavetrain.runtime.parts import Part, Parts
+from wavetrain.runtime.units import check_parameters
 
 
 def builder(plan: Plan, *, config: Path | None, module: str | None, seed: int) -> Callable[[], Parts] | None:
@@ -25,7 +27,7 @@ def builder(plan: Plan, *, config: Path | None, module: str | None, seed: int) -
     if config is not None and module is not None:
         raise InputError(Problem(where="--module", rule="means nothing beside --config"))
     if config is not None:
-        read = _config(config)
+        read = _config(config, plan)
         return lambda: parts_of_config(read)
     if module is not None:
         build = _function(module)
@@ -33,12 +35,10 @@ def builder(plan: Plan, *, config: Path | None, module: str | None, seed: int) -
     return None
 
 
-def _config(path: Path) -> Any:
-    try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(Problem(where=str(path), rule=f"can't be read: {reason}")) from None
+def _config(path: Path, plan: Plan) -> Any:
+    """transformers' configuration of the plan's model; what may be a stranger's is read by our own reader first."""
+    node = read_document(path)
+    stated = node.plain()
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -47,11 +47,17 @@ def _config(path: Path) -> Any:
         ) from None
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     kind = stated.get("model_type") if isinstance(stated, dict) else None
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise InputError(
             Problem(where=str(path), key="model_type", value=kind, rule="transformers knows no such model")
         )
-    return kinds[kind].from_dict(stated)
+    described = read_model(node).parameters()  # bounded; transformers would build whatever it says
+    check_parameters({parameter.name: parameter.shape for parameter in described}, plan)
+    try:
+        return kinds[kind].from_dict(stated)
+    except Exception as error:  # transformers' own rules, by many names
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise InputError(Problem(where=str(path), rule=f"transformers refuses it: {reason.strip()}")) from None
 
 
 def _function(named: str) -> Callable[[], Any]:

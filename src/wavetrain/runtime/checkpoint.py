@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,7 @@ from wavetrain.runtime.tensorfile import (
 LOG = logging.getLogger(__name__)
 WRITING = ".writing-"  # begins the name of what is no checkpoint yet, or no more
 BAD = "bad-"
+REMEDY = "move them elsewhere to start over"
 THREADS_FROM = 64 * MIB
 _STEP = re.compile(r"step-([0-9]{8,16})")
 
@@ -95,11 +96,11 @@ def publish(folder: Path, manifest: Manifest) -> Path:
         for _ in written(stream, data):
             pass
     with writing(target):
-        _sync(folder)
+        sync(folder)
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, "there is one already")
         folder.rename(target)
-        _sync(folder.parent)
+        sync(folder.parent)
     return target
 
 
@@ -138,7 +139,7 @@ def _refuse_unfinished(folder: Path, manifest: Manifest, data: bytes) -> None:
         raise RunError(f"{folder}: not published: {'; '.join(faults[:5])}")
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Wait until the disk has the names in a folder."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -175,9 +176,28 @@ def newest(root: Path, *, run: str | None = None, on_bad: Report | None = None) 
         _set_aside(path, problems, on_bad)
     if aside := [name for name in _names(root) if name.startswith(BAD)]:
         rule = f"has no good checkpoint, only bad ones: {', '.join(sorted(aside)[:5])}"
-        remedy = "move them elsewhere to start over"
-        raise InputError(Problem(where=str(root), rule=rule, remedy=remedy))
+        raise InputError(Problem(where=str(root), rule=rule, remedy=REMEDY))
     return None
+
+
+def glance(root: Path, *, run: str) -> None:
+    """Refuse early what `newest` would refuse after it has read every byte; only manifests are looked at.
+
+    For a parent, before its ranks start: nothing is renamed, and what may still be good is left to `newest`.
+    """
+    problems: list[Problem] = []
+    for path in published(root):
+        try:
+            found = opened(path)
+        except InputError as error:
+            problems += error.problems
+            continue
+        if found.run == run:
+            return
+        stranger = Problem(where=str(path / MANIFEST), key="run", value=found.run, rule=f"is of another run than {run}")
+        problems.append(stranger)
+    if problems:
+        raise InputError([Problem(where=str(root), rule="has no checkpoint of this run", remedy=REMEDY), *problems])
 
 
 def opened(path: Path) -> Checkpoint:
@@ -194,19 +214,21 @@ def verify(path: Path) -> list[str]:
     return list(map(_line, _inspect(path)[1]))
 
 
-def keep_last(root: Path, k: int, *, on_bad: Report | None = None) -> list[Path]:
-    """Remove the good checkpoints older than the newest `k`, once one of those is verified. The removed ones.
+def keep_last(root: Path, k: int, *, known: Collection[Path] = (), on_bad: Report | None = None) -> list[Path]:
+    """Remove the good checkpoints older than the newest `k`, once one of those is found good. The removed ones.
 
-    A bad one on the way is set aside, not removed, and does not count.
+    A bad one on the way is set aside, not removed, and does not count. Of those `known` to be good, which this process
+    has published or verified, only manifest, sizes and headers are looked at again; of others every byte.
     """
     if k < 1:
         raise ValueError("at least one checkpoint must be kept")
     if len(published(root)) <= k:
         return []
-    if not any(_good(path, on_bad) for path in published(root)[:k]):
+    first = sorted(published(root)[:k], key=lambda path: path not in known)
+    if not any(_good(path, known, on_bad) for path in first):
         LOG.warning("%s: nothing removed: none of the newest %d checkpoints is good", root, k)
         return []
-    removed = [path for path in published(root)[k:] if _good(path, on_bad)]
+    removed = [path for path in published(root)[k:] if _good(path, known, on_bad)]
     for path in removed:
         half_gone = root / f"{WRITING}{path.name}-removed-{secrets.token_hex(4)}"  # if killed now, `clean` ends it
         with writing(path):
@@ -215,8 +237,8 @@ def keep_last(root: Path, k: int, *, on_bad: Report | None = None) -> list[Path]
     return removed
 
 
-def _good(path: Path, on_bad: Report | None) -> bool:
-    problems = _inspect(path)[1]
+def _good(path: Path, known: Collection[Path], on_bad: Report | None) -> bool:
+    problems = _inspect(path, digests=path not in known)[1]
     if problems:
         _set_aside(path, problems, on_bad)
     return not problems
@@ -238,7 +260,7 @@ def _set_aside(path: Path, problems: Sequence[Problem], on_bad: Report | None) -
     target = path.with_name(f"{BAD}{path.name}-{number}")
     try:
         path.rename(target)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:  # a read-only disk, or another rank was first: it is not used either way
         LOG.warning("%s: can't be renamed: %s", path, error.strerror)
         target = path
@@ -251,13 +273,13 @@ def _line(problem: Problem) -> str:
     return ": ".join(part.strip() for part in str(problem).splitlines())
 
 
-def _inspect(path: Path) -> tuple[Manifest | None, list[Problem]]:
-    """A checkpoint's manifest, if it can be read, and all that is wrong."""
+def _inspect(path: Path, *, digests: bool = True) -> tuple[Manifest | None, list[Problem]]:
+    """A checkpoint's manifest, if it can be read, and all that is wrong; without digests, as far as sizes show it."""
     try:
         with open_folder(path) as folder:
             manifest = _manifest_in(folder, path)
             problems = _strangers(folder, path, manifest)
-            for found in _each(lambda shard: _faults(folder, path, shard), manifest.shards):
+            for found in _each(lambda shard: _faults(folder, path, shard, digests), manifest.shards):
                 problems += found
             return manifest, problems
     except InputError as error:
@@ -285,19 +307,23 @@ def _strangers(folder: int, path: Path, manifest: Manifest) -> list[Problem]:
     return problems
 
 
-def _faults(folder: int, path: Path, shard: Shard) -> list[Problem]:
+def _faults(folder: int, path: Path, shard: Shard, digests: bool) -> list[Problem]:
     where = str(path / shard.file)
     try:
         with open_file(folder, path / shard.file, size=shard.size) as stream:
-            digest = hashlib.sha256()
-            for at in range(0, shard.size, CHUNK):
-                digest.update(read_bytes(stream, at, min(CHUNK, shard.size - at), where))
-            if digest.hexdigest() != shard.sha256:
+            if digests and _digest(stream, shard.size, where) != shard.sha256:
                 refuse(where, "is not the file that was written: its SHA-256 is not the manifest's")
             read_offsets(stream, shard, where)
     except InputError as error:
         return list(error.problems)
     return []
+
+
+def _digest(stream: int, size: int, where: str) -> str:
+    digest = hashlib.sha256()
+    for at in range(0, size, CHUNK):
+        digest.update(read_bytes(stream, at, min(CHUNK, size - at), where))
+    return digest.hexdigest()
 
 
 # --- reading ---

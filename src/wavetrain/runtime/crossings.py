@@ -39,6 +39,24 @@ def cutting(group: dist.ProcessGroup) -> Change:
     return partial(_changed, there=partial(_own, group), back=partial(_gathered, group))
 
 
+def joining(group: dist.ProcessGroup, width: int) -> Change:
+    """The last dimension in full, of what `torch.chunk` would cut it into; each part needs its own gradients only."""
+    return partial(_changed, there=partial(_joined, group, width), back=partial(_own_columns, group, width))
+
+
+def gather_rows(mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """The first dimension in full, of what `torch.chunk` would cut it into.
+
+    DTensor's own gather is coalesced, and gloo (torch 2.13) frees the name of such a work twice, rarely: its threads
+    write it without a lock, and it is too long to be stored in place.
+    """
+    each = -(-rows // group.size())
+    padding = mine.new_zeros(each - len(mine), *mine.shape[1:])
+    whole = mine.new_empty(each * group.size(), *mine.shape[1:])
+    _gather(whole, torch.cat([mine, padding]), group=group)
+    return whole[:rows]
+
+
 class _Changed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Change, back: Change) -> Tensor:
@@ -75,6 +93,16 @@ def _scattered_sum(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     total = x.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
     _reduce_scatter(total, parts, group=group)
     return total
+
+
+def _joined(group: dist.ProcessGroup, width: int, x: Tensor) -> Tensor:
+    return gather_rows(x.movedim(-1, 0), width, group).movedim(0, -1).contiguous()
+
+
+def _own_columns(group: dist.ProcessGroup, width: int, x: Tensor) -> Tensor:
+    each = -(-width // group.size())
+    first = min(each * group.rank(), width)
+    return x.narrow(-1, first, min(each, width - first)).contiguous()
 
 
 def _own(group: dist.ProcessGroup, x: Tensor) -> Tensor:

@@ -17,11 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wavetrain.base.errors import RunError
+from wavetrain.runtime.exported import INDEX, SINGLE
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.world import World
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def save_model(learner: Learner, world: World, directory: Path, *, config: Path | None = None) -> list[str]:

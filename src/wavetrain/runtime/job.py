@@ -42,13 +42,17 @@ class Job:
     timeout_s: float = 600.0  # of a single message; the launcher's watch is far quicker
     logs: Path | None = None  # where rank 0 writes what each step came to
     save: Path | None = None  # where the trained model goes
+    load: Path | None = None  # a model as transformers writes it, whose values the run begins with
     config: Path | None = None  # transformers' description of it, to go with it
     checkpoints: Path | None = None  # where the state of a run is kept, and found again
     save_every: int = 0  # steps; 0: after the last only
     keep: int = 2  # checkpoints
+    memory_every: int = 0  # steps between copies in the hosts' memory; 0: none
+    memory_dir: Path | None = None  # where a host's files are memory; None: /dev/shm
     memory_limit: int | None = None  # bytes that a rank may hold
     step_flops: float = 0.0  # of the model, forward and backward, in one step
     peak_flops: float | None = None  # of all devices together, per second, where known
+    planned_busy: tuple[float, ...] = ()  # seconds that each rank of a pipeline computes in a step, as predicted
 
     def parts(self) -> Parts:
         return parts_of(self.plan.model) if self.build is None else self.build()

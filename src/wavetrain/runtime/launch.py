@@ -34,7 +34,7 @@ from wavetrain.base.errors import RunError, WavetrainError
 from wavetrain.runtime.board import CHECK_S, PAGE_BYTES, Board, Heart, SharedProgress
 from wavetrain.runtime.progress import Phase, Progress
 from wavetrain.runtime.report import Limits, Report, diagnose, trouble
-from wavetrain.runtime.world import Place, World, await_store, connect, join, serve
+from wavetrain.runtime.world import Place, World, connect, join, serve
 from wavetrain.schedule.action import Actions
 
 Work = Callable[[World], int | None]
@@ -285,20 +285,18 @@ def _run(work: Work, world: World, heart: Heart) -> int:
 
 def run_rank(
     work: Work,
-    place: Place,
+    world: World,
     *,
     limits: Limits | None = None,
     actions: Actions | None = None,
     report_dir: Path | None = None,
 ) -> int:
-    """Be one rank that torchrun or Slurm has started: its exit code, when all ranks are done.
+    """Be one rank that torchrun or Slurm has started and that met the others: its exit code, when all are done.
 
     There is no parent of ours, so ranks watch one another. Where something is wrong, one of them says what, and all end
     at once with exit code 4, without returning from here.
     """
-    if not place.serves:
-        await_store(place)
-    world = join(place)
+    place = world.place
     guard = _Guard(place, limits or Limits(), actions, report_dir)
     heart = Heart(world.progress, connect(place), also=guard.check_reach)
     with guard.hearing_signals():
@@ -332,7 +330,7 @@ class _Guard:
         self._store = connect(place)
         self._board = Board(self._store, place.size)
         self._watches = place.rank % -(-place.size // MOST_WATCHERS) == 0
-        self._stop = False
+        self._stop = self._asked = False
         self._reached_s = time.monotonic()
         self._misses = 0
         self._ear, self._voice = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -377,6 +375,8 @@ class _Guard:
             while not self._stop:
                 self._look(asked_to_end=self._heard_sigterm(2 * CHECK_S))
         except RuntimeError as error:  # torch's DistError is one
+            if self._asked:  # the rank that runs the store was asked as well
+                _leave(128 + signal.SIGTERM)
             if not self._stop:
                 whose = "" if self._place.serves else f" at {self._place.host}:{self._place.port}"
                 LOG.error("rank %d lost the store%s: %s", self._place.rank, whose, str(error).partition("\n")[0])
@@ -388,6 +388,9 @@ class _Guard:
         return signal.SIGTERM in os.read(self._ear, 64)
 
     def _look(self, *, asked_to_end: bool) -> None:
+        if asked_to_end:
+            self._asked = True
+            self._store.set(f"asked/{self._place.rank}", "")
         if self._store.check([ABORT]):
             self._end()
         wrong = (self._watches or asked_to_end) and trouble(self._board.read(), self._limits)
@@ -396,7 +399,9 @@ class _Guard:
             time.sleep(min(self._limits.grace_s, HASTE_S) if asked_to_end else self._limits.grace_s)
             statuses = self._board.read()
             if trouble(statuses, self._limits):
-                self._abort(diagnose(statuses, self._limits, self._actions))
+                report = diagnose(statuses, self._limits, self._actions)
+                if not self._store.check([f"asked/{report.culprit}"]):  # it did not end by itself
+                    self._abort(report)
         if asked_to_end:
             _leave(128 + signal.SIGTERM)
 

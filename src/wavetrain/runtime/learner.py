@@ -20,7 +20,8 @@ from wavetrain.runtime.composed import Composed, Leaf, choices_of, compose, laid
 from wavetrain.runtime.data import counting, microbatches, open_dataset, sampling_of
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.grid import open_grid
-from wavetrain.runtime.inject import When, injector, strike
+from wavetrain.runtime.imported import is_loaded, load_values
+from wavetrain.runtime.inject import When, injector, slowed, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learn import Held, clip, learning_rate, optimizer_of, set_learning_rate
 from wavetrain.runtime.links import carrier
@@ -66,7 +67,7 @@ class Learner:
         self._executor = Executor(
             grid.stage_rank,
             actions,
-            self._chunks,
+            slowed(self._chunks, job.faults, world.progress, attempt=world.place.attempt),
             transport,
             boundary,
             progress=world.progress,
@@ -77,6 +78,8 @@ class Learner:
         self._optimizer = optimizer_of(self._trained, job.adamw)
         self._names = counted_names(parts, plan, actions, self._groups)
         self._budget = None if job.memory_limit is None else self._limited(world.rank, job.memory_limit)
+        if job.load is not None and is_loaded(job):
+            load_values(job.load, self.every_leaf(), parts)
 
     def _build(self) -> dict[int, Composed]:
         job, plan, grid = self._job, self._job.plan, self.grid

@@ -40,7 +40,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
-_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.safetensors")
+FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}\.safetensors")
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -385,7 +385,7 @@ def _dtype_and_shape(dtype: object, shape: object) -> tuple[str, tuple[int, ...]
 
 
 def _shard(file: object, size: object, sha256: object, places: object, *, known: _Known) -> Shard:
-    file = _text(file, _FILE)
+    file = _text(file, FILE)
     try:
         pieces = [
             piece
@@ -436,37 +436,59 @@ def header_length(first: bytes | bytearray, size: int, *, where: str) -> int:
     return length
 
 
-def offsets_of(header: bytes | bytearray, shard: Shard, *, where: str) -> dict[str, int]:
-    """Where in the file each of a shard's tensors begins; InputError if the header is not what the shard says."""
+class Stored(NamedTuple):
+    """A tensor of a safetensors file: its format and shape, and the byte it begins at."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def tensors_of(header: bytes | bytearray, size: int, *, where: str) -> dict[str, Stored]:
+    """What a file of this size has, by key; InputError unless its tensors fill it to the last byte, each its own."""
     found = strict_json(header, where=where)
     found.pop("__metadata__", None)
+    start, tensors = 8 + len(header), {}
+    for key, facts in found.items():
+        try:
+            tensors[key] = _stored(facts, start, size)
+        except ValueError as error:
+            refuse(where, str(error), key=key)
+    at = start
+    for key, tensor in sorted(tensors.items(), key=lambda item: (item[1].at, item[1].num_bytes)):
+        if tensor.at != at:
+            told = f"begins at {tensor.at - start:,}, the tensor before it ends at {at - start:,}: overlap or hole"
+            refuse(where, told, key=key)
+        at += tensor.num_bytes
+    if at != size:
+        refuse(where, f"its tensors end at {at:,}, the file at {size:,}")
+    return tensors
+
+
+def offsets_of(header: bytes | bytearray, shard: Shard, *, where: str) -> dict[str, int]:
+    """Where in the file each of a shard's tensors begins; InputError if the header is not what the shard says."""
+    found = tensors_of(header, shard.size, where=where)
     pieces = {piece.key: piece for piece in shard.pieces}
     for key in found.keys() ^ pieces.keys():
         refuse(where, f"is in the {'file' if key in found else 'manifest'} only", key=key)
-    start = 8 + len(header)
-    placed = []
     for key, piece in pieces.items():
-        try:
-            placed.append((*_span(found[key], piece, shard.size - start), key))
-        except ValueError as error:
-            refuse(where, str(error), key=key)
-    at = 0
-    for begin, end, key in sorted(placed):
-        if begin != at:
-            refuse(where, f"begins at {begin:,}, the tensor before it ends at {at:,}: overlap or hole", key=key)
-        at = end
-    if start + at != shard.size:
-        refuse(where, f"its tensors end at {start + at:,}, the file at {shard.size:,}")
-    return {key: start + begin for begin, _, key in placed}
+        dtype, shape, _ = found[key]
+        if (dtype, shape) != (piece.dtype, piece.extents):
+            rule = f"is {dtype} {list(shape)}, the manifest says {piece.dtype} {list(piece.extents)}"
+            refuse(where, rule, key=key)
+    return {key: tensor.at for key, tensor in found.items()}
 
 
-def _span(facts: object, piece: Piece, most: int) -> tuple[int, int]:
+def _stored(facts: object, start: int, size: int) -> Stored:
     dtype, shape, offsets = _fields(facts, ("dtype", "shape", "data_offsets"))
-    if (_dtype(dtype), _shape(shape)) != (piece.dtype, piece.extents):
-        raise ValueError(f"is {dtype} {shape}, the manifest says {piece.dtype} {list(piece.extents)}")
     if not isinstance(offsets, list) or len(offsets) != 2:
         raise ValueError("data_offsets must be two numbers")
-    begin, end = (_whole(offset, most=most) for offset in offsets)
-    if end - begin != piece.num_bytes:
-        raise ValueError(f"has {end - begin:,} bytes, its shape takes {piece.num_bytes:,}")
-    return begin, end
+    begin, end = (_whole(offset, most=size - start) for offset in offsets)
+    tensor = Stored(_dtype(dtype), _shape(shape), start + begin)
+    if end - begin != tensor.num_bytes:
+        raise ValueError(f"has {end - begin:,} bytes, its shape takes {tensor.num_bytes:,}")
+    return tensor

@@ -11,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +27,15 @@ from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.logs import versions
 from wavetrain.runtime.manifest import Manifest, Shard, pack, unpack
-from wavetrain.runtime.tensorfile import Entry, write_shard
+from wavetrain.runtime.neighbours import Found, Neighbours
+from wavetrain.runtime.tensorfile import Entry, common, write_shard
 from wavetrain.runtime.world import World, connect
 
 LOG = logging.getLogger(__name__)
 VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+FROM_MEMORY = "memory"  # where a run goes on from, if not from a checkpoint's path
 
 
 def run_id(job: Job) -> str:
@@ -75,46 +81,98 @@ def last_step(root: Path) -> int:
     return int(found[0].name.rpartition("-")[2]) if found else 0
 
 
-def resume(job: Job, world: World, learner: Learner) -> int:
-    """The step to go on with: that of the newest good checkpoint, or 0. All ranks call this together."""
-    if job.checkpoints is None:
-        return 0
+def manifest_of(job: Job, done: int, shards: tuple[Shard, ...]) -> Manifest:
+    """Of the state after so many steps."""
+    return Manifest(
+        run=run_id(job),
+        step=done,
+        plan_hash=plan_hash(job),
+        position={"step": done, "samples": done * job.plan.layout.global_batch},
+        counters={"seed": job.seed},  # all random numbers are functions of it and of the step
+        versions=versions(),
+        shards=shards,
+    )
+
+
+def files_for(learner: Learner, manifest: Manifest) -> set[str]:
+    """The shards that `restore` will read."""
+    found = set()
+    for leaf in learner.every_leaf():
+        name = learner.ties.get(leaf.name, leaf.name)
+        for kind in (VALUE, *MOMENTS):
+            held = manifest.pieces.get(kind, {}).get(name, ())
+            found |= {shard.file for shard, piece in held if all(common(piece.place, leaf.place))}
+    return found
+
+
+def memory_folder(job: Job) -> Path:
+    """A run's folder in a host's memory. Beside other checkpoints it is another run, as it is for another user."""
+    where = None if job.checkpoints is None else str(job.checkpoints.resolve())
+    digest = hashlib.sha256(json.dumps([run_id(job), where, os.getuid()]).encode()).hexdigest()[:16]
+    return (job.memory_dir or MEMORY) / f"wavetrain-{digest}"
+
+
+def is_saved(job: Job) -> bool:
+    """Whether a run that is killed can go on."""
+    return job.checkpoints is not None or job.memory_every > 0
+
+
+def _resume(job: Job, world: World, learner: Learner, neighbours: Neighbours | None) -> int:
+    copy = neighbours.newest() if neighbours else None
     if world.rank == 0:
         try:
-            clean(job.checkpoints)
-            found = newest(job.checkpoints, run=run_id(job))
+            world.store.set("resume", _newest(job, copy))
         except InputError as error:  # a report tells one line of a rank's error
             raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
-        world.store.set("resume", "" if found is None else str(found.path))
     path = world.store.get("resume").decode()
     strike(job.faults, When.LOAD, rank=world.rank, attempt=world.place.attempt)
     if not path:
         return 0
-    checkpoint = opened(Path(path))
+    if path == FROM_MEMORY and neighbours:
+        folder, step, shards = neighbours.bring(copy, lambda *known: files_for(learner, manifest_of(job, *known)))
+        if step >= job.steps:
+            raise RunError(f"{folder}: {step} steps are done already, the run has {job.steps}")
+        checkpoint = Checkpoint(folder, manifest_of(job, step, shards))
+    else:
+        checkpoint = opened(Path(path))
     restore(learner, checkpoint)
     if world.rank == 0:
-        LOG.info("goes on after %d steps, from %s", checkpoint.step, path)
+        LOG.info("goes on after %d steps, from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
 
 
-class Saver:
-    """Writes checkpoints of one rank beside its steps; rank 0 publishes them."""
+def _newest(job: Job, copy: Found | None) -> str:
+    """Where the newest state of a run is; nothing where a run may begin. The disk is read only if it may be newer."""
+    whole = copy if copy and copy.shards else None
+    root, found = job.checkpoints, None
+    if root is not None:
+        clean(root)
+        if whole and whole.copy.step >= last_step(root):
+            return FROM_MEMORY
+        try:
+            found = newest(root, run=run_id(job))
+        except InputError:
+            if whole is None or published(root):  # of another run; bad ones are set aside now
+                raise
+    if whole and (found is None or found.step < whole.copy.step):
+        return FROM_MEMORY
+    if copy and found is None:
+        told = f"of the copy in memory after {copy.copy.step} steps not all is left, and there is no checkpoint"
+        raise RunError(f"{told}; to start over remove {memory_folder(job)} on every host")
+    return "" if found is None else str(found.path)
 
-    def __init__(self, job: Job, world: World, learner: Learner) -> None:
-        assert job.checkpoints is not None
-        self._job, self._world, self._learner, self._root = job, world, learner, job.checkpoints
-        self._store = connect(world.place)  # its own: a thread waits on it
+
+class _Beside:
+    """Work beside the steps, one piece at a time."""
+
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
-    def after(self, done: int) -> None:
-        """Save the state after so many steps, if that is due; the save before is finished first."""
-        every = self._job.save_every
-        if done != self._job.steps and not (every and done % every == 0):
-            return
-        self.finish()
-        entries = entries_of(self._learner)
-        self._thread = threading.Thread(target=self._guarded, args=(done, entries), name=f"save-{done}")
+    def start(self, name: str, work: Callable[[], object]) -> None:
+        """Begin a piece; the one before must be finished."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._guarded, args=(work,), name=name)
         self._thread.start()
 
     def finish(self) -> None:
@@ -126,16 +184,62 @@ class Saver:
             failed, self._failed = self._failed, None
             raise failed
 
-    def _guarded(self, done: int, entries: list[Entry]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         try:
-            self._write(done, entries)
+            work()
         except BaseException as error:
             self._failed = error
 
-    def _write(self, done: int, entries: list[Entry]) -> None:
+
+class Saver:
+    """Saves the state of one rank beside its steps: to checkpoints, which rank 0 publishes, and to memory."""
+
+    def __init__(self, job: Job, world: World, learner: Learner) -> None:
+        """All ranks call this together."""
+        self._job, self._world, self._learner = job, world, learner
+        self._store = connect(world.place)  # its own: a thread waits on it
+        self._disk, self._memory = _Beside(), _Beside()
+        self._neighbours: Neighbours | None = None
+        if job.memory_every > 0:
+            has_shard = next(learner.counted_leaves(), None) is not None
+            self._neighbours = Neighbours(world, memory_folder(job), has_shard=has_shard, timeout_s=job.timeout_s)
+
+    def resume(self) -> int:
+        """The step to go on with: that of the newest checkpoint or copy in memory that is good, or 0. All call this."""
+        return _resume(self._job, self._world, self._learner, self._neighbours)
+
+    def after(self, done: int) -> None:
+        """Save the state after so many steps, if that is due; the save before is finished first."""
+        job, is_last = self._job, done == self._job.steps
+        to_disk = job.checkpoints is not None and (is_last or _is_due(done, job.save_every))
+        to_memory = self._neighbours is not None and not is_last and _is_due(done, job.memory_every)
+        if not (to_disk or to_memory):
+            return
+        for due, work in ((to_memory, self._memory), (to_disk, self._disk)):
+            if due:
+                work.finish()
+        entries = entries_of(self._learner)
+        if self._neighbours is not None and to_memory:
+            reached = partial(self._strike, done=done)
+            self._memory.start(f"copy-{done}", partial(self._neighbours.save, done, entries, reached=reached))
+        if job.checkpoints is not None and to_disk:
+            self._disk.start(f"save-{done}", partial(self._write, job.checkpoints, done, entries))
+
+    def finish(self) -> None:
+        """Wait for what was begun; an error of it is raised here."""
+        self._memory.finish()
+        self._disk.finish()
+
+    def end(self) -> None:
+        """The run ended well: what it has in memory is of no more use. All ranks call this."""
+        self.finish()
+        if self._neighbours is not None:
+            self._neighbours.end()
+
+    def _write(self, root: Path, done: int, entries: list[Entry]) -> None:
         rank, key = self._world.rank, f"checkpoint/{done}"
         if rank == 0:
-            self._store.set(f"{key}/folder", str(begin(self._root, step=done)))
+            self._store.set(f"{key}/folder", str(begin(root, step=done)))
         folder = Path(self._store.get(f"{key}/folder").decode())
         self._strike(When.SAVE, done)
         shard = write_shard(folder, rank, entries) if entries else None
@@ -144,23 +248,15 @@ class Saver:
             told = [self._store.get(f"{key}/{other}").decode() for other in range(self._world.size)]
             shards = tuple(unpack(one) for one in told if one)
             self._strike(When.PUBLISH, done)
-            publish(folder, self._manifest(done, shards))
-            keep_last(self._root, self._job.keep)
+            publish(folder, manifest_of(self._job, done, shards))
+            keep_last(root, self._job.keep)
             self._store.set(f"{key}/published", "")
         elif done == self._job.steps:  # the run ends with it
             self._store.wait([f"{key}/published"])
 
-    def _manifest(self, done: int, shards: tuple[Shard, ...]) -> Manifest:
-        job = self._job
-        return Manifest(
-            run=run_id(job),
-            step=done,
-            plan_hash=plan_hash(job),
-            position={"step": done, "samples": done * job.plan.layout.global_batch},
-            counters={"seed": job.seed},  # all random numbers are functions of it and of the step
-            versions=versions(),
-            shards=shards,
-        )
-
     def _strike(self, when: When, done: int) -> None:
         strike(self._job.faults, when, rank=self._world.rank, attempt=self._world.place.attempt, step=done)
+
+
+def _is_due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.model.architecture import Architecture
 from wavetrain.model.model import Model
 from wavetrain.model.operator import Axis, Embedding, Operator
 from wavetrain.plan.plan import Plan
-from wavetrain.runtime.crossings import cutting, entering, leaving
+from wavetrain.runtime.crossings import cutting, entering, joining, leaving
 from wavetrain.runtime.cuts import Cut, Range, Segment, part_of, ranges_of, role_of, segments_of
 from wavetrain.runtime.grid import Grid
 from wavetrain.runtime.hf import Surroundings
@@ -353,15 +353,7 @@ def connect(module: nn.Module, parallel: Parallel) -> None:
             module.loss = partial(vocabulary_loss, first=first, group=group)
         return
     for path in parallel.projections:
-        join = partial(_gathered_logits, mesh=parallel.mesh, vocab=parallel.vocab)
-        module.get_submodule(path).register_forward_hook(partial(_on_output, join))
-
-
-def _gathered_logits(local: Tensor, *, mesh: DeviceMesh, vocab: int) -> Tensor:
-    shape = torch.Size((*local.shape[:-1], vocab))
-    stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(local, mesh, (Shard(local.ndim - 1),), run_check=False, shape=shape, stride=stride)
-    return placed.redistribute(mesh, (Replicate(),)).to_local()
+        module.get_submodule(path).register_forward_hook(partial(_on_output, joining(group, parallel.vocab)))
 
 
 def _on_input(

@@ -50,7 +50,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bf16
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # says nothing about the file
 
@@ -102,13 +102,13 @@ def _pieces_of(entries: Iterable[Entry]) -> dict[Piece, Tensor]:
     for entry in sorted(entries, key=lambda entry: (entry.kind, entry.name)):
         last = next(reversed(found), None)
         same = last is not None and (last.kind, last.name) == (entry.kind, entry.name)
-        if entry.tensor.dtype not in _NAMES:
+        if entry.tensor.dtype not in NAMES:
             raise ValueError(f"{entry.kind} of {entry.name}: {entry.tensor.dtype} has no place in a checkpoint")
         piece = Piece(
             name=entry.name,
             kind=entry.kind,
             shape=tuple(entry.shape),
-            dtype=_NAMES[entry.tensor.dtype],
+            dtype=NAMES[entry.tensor.dtype],
             place=checked_place(entry.place, entry.shape),
             number=last.number + 1 if last and same else 0,
         )

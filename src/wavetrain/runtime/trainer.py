@@ -6,24 +6,27 @@ import json
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
 
+from wavetrain.base.codec import Json
 from wavetrain.base.units import format_bytes
 from wavetrain.model.model import Model
 from wavetrain.runtime.chunk import Batch, Chunk, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.export import save_model
-from wavetrain.runtime.inject import When, injector, strike
+from wavetrain.runtime.inject import When, injector, slowed, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Done, Learner
 from wavetrain.runtime.links import carrier
 from wavetrain.runtime.logs import RunLog, StepRecord
+from wavetrain.runtime.pace import Pace
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
-from wavetrain.runtime.saving import Saver, resume
+from wavetrain.runtime.saving import Saver, is_saved
 from wavetrain.runtime.sharded import FORMATS
+from wavetrain.runtime.stragglers import as_document
 from wavetrain.runtime.world import World, gloo_group
 
 LOG = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ class RankRecord:
     gradient_norms: list[float]
     static_bytes: int
     peak_bytes: int  # parameters, gradients, the optimizer's states, what was gathered, activations
+    busy_s: float = 0.0  # computing, of a step
+    stragglers: Json = field(default_factory=dict)  # who held the run up; rank 0 knows
 
 
 def train(job: Job, world: World) -> dict[int, RankRecord]:
@@ -48,15 +53,16 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
     with ExitStack() as stack:
         stack.enter_context(gloo_group(world, timeout_s=job.timeout_s))
         runner = _Emulator(job, world) if job.emulated else Learner(job, world)
-        first = resume(job, world, runner) if isinstance(runner, Learner) else 0
-        world.progress.step = first
-        saver = Saver(job, world, runner) if job.checkpoints and isinstance(runner, Learner) else None
+        saver = Saver(job, world, runner) if isinstance(runner, Learner) and is_saved(job) else None
+        first = world.progress.step = saver.resume() if saver else 0
         log = stack.enter_context(RunLog(job.logs)) if job.logs is not None and world.rank == 0 else None
+        pace = Pace(job, world)
         ends, done = [], list[Done]()
         begun = time.monotonic()
         for step in range(first, job.steps):
             done.append(runner.step(step))
             ends.append(time.monotonic())
+            pace.after(done[-1].moments)
             if saver is not None:
                 saver.after(step + 1)
             if world.rank == 0 and done[-1].loss is not None:
@@ -67,15 +73,21 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
             saver.finish()
         if job.save is not None and isinstance(runner, Learner):
             save_model(runner, world, job.save, config=job.config)
+        if saver is not None:
+            saver.end()
         moments = done[-1].moments
         peak = runner.static_bytes + max((moment.held_bytes for moment in moments), default=0)
         ahead_s = clock_ahead_s(world.rank, world.size)
         losses = [d.loss for d in done if d.loss is not None]
         norms = [d.gradient_norm for d in done if d.gradient_norm is not None]
-        record = [[end - ahead_s for end in ends], losses, norms, runner.static_bytes, peak]
+        pace.tell(ahead_s)
+        record = [[end - ahead_s for end in ends], losses, norms, runner.static_bytes, peak, pace.busy_s]
         world.store.set(f"record/{world.rank}", json.dumps(record))
         world.store.set(f"moments/{world.rank}", write_moments(moments, ahead_s=ahead_s))
-        return {rank: _record(world, rank) for rank in range(world.size)} if world.rank == 0 else {}
+        if world.rank != 0:
+            return {}
+        records = {rank: _record(world, rank) for rank in range(world.size)}
+        return records | {0: replace(records[0], stragglers=as_document(pace.conclude()))}
 
 
 def _record(world: World, rank: int) -> RankRecord:
@@ -123,7 +135,13 @@ class _Emulator:
         transport = carrier(job, world, None, boundary)
         before = injector(job.faults, rank=world.rank, attempt=world.place.attempt)
         self._executor = Executor(
-            world.rank, job.actions, chunks, transport, boundary, progress=world.progress, before=before
+            world.rank,
+            job.actions,
+            slowed(chunks, job.faults, world.progress, attempt=world.place.attempt),
+            transport,
+            boundary,
+            progress=world.progress,
+            before=before,
         )
 
     def step(self, step: int) -> Done:  # noqa: ARG002

@@ -75,6 +75,9 @@ def _missing(model: Model) -> Iterator[Problem]:
     if a is None:
         yield Problem(where=model.name, rule="a traced module can't be built again from its description")
         return
+    if a.num_layers != model.num_blocks:  # what is built is bounded by what was checked
+        rule = f"has {a.num_layers:,} layers, the model has {model.num_blocks:,}"
+        yield Problem(where=model.name, key="architecture", rule=rule)
     if a.family not in STYLES:
         rule = "the runtime has no module for this family"
         yield Problem(where=model.name, key="family", value=a.family, rule=rule, legal=tuple(STYLES))

@@ -12,8 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from wavetrain.runtime.crossings import gather_rows
 from wavetrain.runtime.units import Sharded
 
 
@@ -141,9 +142,16 @@ def _laid(part: Tensor, like: Tensor) -> Tensor:
 
 def whole_of(sharded: Sharded, name: str, part: Callable[[nn.Parameter], Tensor]) -> Tensor:
     """Something of a parameter in full, over its slices and shards; all replicas call this together."""
-    full = [_full(part(parameter)) for parameter in _held(sharded, name)]
-    return full[0] if len(full) == 1 else torch.cat(full, sharded.pieces[name].dim)
+    found = [full(part(parameter)) for parameter in _held(sharded, name)]
+    return found[0] if len(found) == 1 else torch.cat(found, sharded.pieces[name].dim)
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor that is cut over one dimension of its mesh at most; all ranks of that call this together."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    for dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            group, at = tensor.device_mesh.get_group(dim), placement.dim
+            return gather_rows(tensor.to_local().movedim(at, 0), tensor.shape[at], group).movedim(0, at).contiguous()
+    return tensor.to_local().clone()

@@ -5,13 +5,15 @@ Nothing here is global: a `World` is made where a process starts and is passed d
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +31,7 @@ __all__ = [
     "first_host",
     "gloo_group",
     "join",
+    "meet",
     "place_from_environment",
     "serve",
 ]
@@ -38,8 +41,11 @@ if TYPE_CHECKING:  # torch's stubs have them at another place than the module
 else:
     from torch.distributed import PrefixStore, Store, TCPStore
 
+LOG = logging.getLogger(__name__)
 RETRY_S = 0.05
-PATIENCE_S = 60.0  # for a connection to the store, and for all ranks to meet
+PATIENCE_S = 60.0  # for a connection to the store
+MEETING_S = 300.0  # for all ranks to meet: hosts read their programs from slow disks
+TELL_S = 20.0  # between two words about who is missing
 TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM: Final = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -55,8 +61,14 @@ class Place:
     local_rank: int
     host: str
     port: int
-    attempt: int = 0  # restarts so far: each has keys of its own in the store
+    attempt: int = 0  # restarts so far, as the launcher of this host counts them
     serves: bool = False  # whether this rank runs the store
+    round: str = ""  # what all ranks of this attempt call it, where they had to agree on that (`meet`)
+
+    @property
+    def prefix(self) -> str:
+        """Of an attempt's keys: whoever read an earlier one's would look for peers that are gone."""
+        return f"wavetrain/{self.round or f'attempt_{self.attempt}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +102,79 @@ class World:
             rest = rest[os.write(self.given, rest) :]
 
 
-def join(place: Place, *, progress: Progress | None = None, given: int | None = None) -> World:
-    """Connect a place to the store, which its first rank starts where no launcher has."""
-    store = connect(place, serve=place.serves)
-    progress = progress or Progress(rank=place.rank)
-    return World(place=place, store=store, progress=progress, given=bytearray() if given is None else given)
+def join(place: Place, *, progress: Progress, given: int) -> World:
+    """Connect a place to the store of whoever started all ranks."""
+    return World(place=place, store=connect(place), progress=progress, given=given)
 
 
-def connect(place: Place, *, serve: bool = False, timeout_s: float = PATIENCE_S) -> Store:
-    """A connection of its own to the store, under this attempt's prefix.
+def connect(place: Place) -> Store:
+    """A connection of its own to the store, under this attempt's prefix."""
+    return PrefixStore(place.prefix, _reach(place, serve=False))
 
-    A restart that read an earlier attempt's keys would look for peers that are gone (4 of 8 restarts failed so).
+
+def meet(place: Place, *, timeout_s: float = MEETING_S) -> World:
+    """Connect to the store, which the first rank starts where no launcher has, and agree on this attempt's keys.
+
+    A launcher may keep its store for all attempts, and each host counts restarts by itself: torchrun's agents not at
+    all when a host comes or goes. So every process draws a number. Rank 0 answers each with its own, which is new with
+    every attempt; nobody answers to numbers of processes that are gone.
     """
-    limit = timedelta(seconds=timeout_s)
-    store = TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
-    return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
+    if not place.serves:
+        await_store(place)
+    store = _reach(place, serve=place.serves)
+    act = _receive if place.rank == 0 else _arrive
+    agreed = act(PrefixStore("wavetrain/meeting", store), place, time.monotonic() + timeout_s)
+    met = replace(place, round=agreed)
+    own = PrefixStore(met.prefix, store)
+    return World(place=met, store=own, progress=Progress(rank=place.rank), given=bytearray())
+
+
+def _reach(place: Place, *, serve: bool) -> TCPStore:
+    limit = timedelta(seconds=PATIENCE_S)
+    return TCPStore(place.host, place.port, is_master=serve, wait_for_workers=False, timeout=limit)
+
+
+def _receive(hall: Store, place: Place, until: float) -> str:
+    """Rank 0: answer all others as they come, again where one died on its way and another came in its place."""
+    own, answered = secrets.token_hex(8), dict[int, str]()
+    away = list(range(1, place.size))
+    told = time.monotonic() + TELL_S
+    while True:
+        away = [rank for rank in away if not hall.check([f"here/{own}/{rank}"])]
+        if not away:
+            return own
+        for rank in away:
+            number = hall.get(f"hello/{rank}").decode() if hall.check([f"hello/{rank}"]) else ""
+            if number != answered.get(rank, ""):
+                hall.set(f"answer/{rank}", f"{number} {own}")
+                answered[rank] = number
+        now = time.monotonic()
+        if now > until:
+            raise RunError(f"{_ranks_named(away)} did not come to {place.host}:{place.port}")
+        if now > told:
+            LOG.warning("waiting for %s of %d", _ranks_named(away), place.size)
+            told = now + TELL_S
+        time.sleep(RETRY_S)
+
+
+def _arrive(hall: Store, place: Place, until: float) -> str:
+    own = secrets.token_hex(8)
+    hall.set(f"hello/{place.rank}", own)
+    while True:
+        if hall.check([f"answer/{place.rank}"]):
+            number, agreed = hall.get(f"answer/{place.rank}").decode().split()
+            if number == own:
+                hall.set(f"here/{agreed}/{place.rank}", "")
+                return agreed
+        if time.monotonic() > until:
+            raise RunError(f"rank {place.rank}: rank 0 did not come to {place.host}:{place.port}")
+        time.sleep(RETRY_S)
+
+
+def _ranks_named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if ranks[8:] else ""
+    return f"rank{'s' if ranks[1:] else ''} {shown}{more}"
 
 
 def await_store(place: Place, *, timeout_s: float = PATIENCE_S) -> None:
@@ -125,7 +195,7 @@ def serve(place: Place, listener: socket.socket) -> Store:
     """Run the store at a socket that listens already; connections made before are answered from now on."""
     number = os.dup(listener.fileno())  # the store closes it
     store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False, master_listen_fd=number)
-    return PrefixStore(f"wavetrain/attempt_{place.attempt}", store)
+    return PrefixStore(place.prefix, store)
 
 
 @contextmanager

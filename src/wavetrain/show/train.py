@@ -32,6 +32,11 @@ def card(document: dict[str, Any]) -> RenderableType:
         rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
     if not document["emulated"]:
         rows.append(("memory", "  ".join(map(format_bytes, document["peak_bytes"]))))
+    slow = document["stragglers"]
+    found = [f"rank {one['rank']}, {one['slower_than_median']:.2f} times the median" for one in slow["ranks"]]
+    found += [f"link {one['from']} -> {one['to']}, {one['ratio']:.1f} times the median" for one in slow["links"]]
+    if found:
+        rows.append(("slow", "; ".join(found)))
     done = "emulated" if document["emulated"] else "trained"
     title = f"{done} {document['steps']} steps on {document['ranks']} ranks"
     files = [Text(f"wrote {file}") for file in document["files"]]

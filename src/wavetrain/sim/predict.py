@@ -227,6 +227,7 @@ def plan_actions(plan: Plan, times: tuple[StageTimes, ...]) -> Actions:
 
 def to_run(plan: Plan, laws: Laws | None = None) -> tuple[Actions, tuple[StageTimes, ...]]:
     """What one pipeline of a plan does, and how long each stage's actions are predicted to take."""
+    _refuse_endless(plan)
     batch = gather([plan])
     times = stage_times(plan, batch, estimate(batch, laws or load_laws()))
     return plan_actions(plan, times), times
