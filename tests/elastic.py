@@ -82,6 +82,8 @@ class Elastic:
         )
 
         def rank() -> None:
+            with (self.root / "started").open("a") as stream:
+                stream.write(f"{os.environ['RANK']}\n")
             slowed(self.pace_s)
             sys.exit(main(["train", *self.words, "-o", str(self.out)]))
 

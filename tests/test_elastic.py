@@ -20,28 +20,28 @@ from wavetrain.cli import main
 from wavetrain.cluster import load_cluster
 from wavetrain.cluster.cluster import Cluster, Group
 from wavetrain.commands.replan import replanned
-from wavetrain.plan import Choice, Layout, Plan, Precision
+from wavetrain.plan import Choice, Layout, OperatorChoice, Plan, Precision
 from wavetrain.plan.check import check
 from wavetrain.plan.read import read_plan, write_plan
 from wavetrain.runtime.board import process_state
 from wavetrain.runtime.logs import read_steps
 
 SOAK = "WAVETRAIN_SOAK" in os.environ
-STEPS = 60
+STEPS = 40
 IN_A_ROW = 50 if SOAK else 4
 
 
 def two_hosts() -> Plan:
-    """A wave over two ranks, twice, each operator sharded over both replicas."""
+    """A wave over two ranks, twice, an operator of each block sharded over both replicas."""
     one = load_cluster("dgx-h100:1")
     node = replace(one.node, num_devices=2)
     plan = Plan(
-        model=small_model(blocks=4, hidden=32, vocab=61, seq_len=32, family="llama", tied=True),
+        model=small_model(blocks=4, hidden=32, vocab=61, seq_len=16, family="llama", tied=True),
         cluster=Cluster("two", (Group(node, 2),), one.sources),
-        layout=Layout(global_batch=8, microbatch=1, pp=2, dp=2, schedule="wave", waves=1),
+        layout=Layout(global_batch=8, microbatch=2, pp=2, dp=2, schedule="wave", waves=1),
         cut=(1, 1, 1, 1),
-        seq_len=32,
-        choice=Choice(2),
+        seq_len=16,
+        choices=(OperatorChoice("decoder", "model.layers.{}.mlp.up_proj", Choice(2)),),
         precision=Precision(compute=DType.FP32, products=DType.FP32, state_bytes=8),
     )
     assert not check(plan), check(plan)
@@ -63,7 +63,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run that nothing happens to; each run is its beginning."""
     root = tmp_path_factory.mktemp("expected")
     plan, *_ = words(root, STEPS)
-    assert main(["train", plan, "--local", "4", "--steps", str(STEPS), "-o", str(root / "out")]) == 0
+    steps = max(STEPS, IN_A_ROW + 3)
+    assert main(["train", plan, "--local", "4", "--steps", str(steps), "-o", str(root / "out")]) == 0
     return losses(root)
 
 
@@ -77,13 +78,13 @@ def check_run(run: Elastic, expected: list[float], steps: int) -> None:
 def test_a_lost_host_is_planned_around_and_comes_back(tmp_path: Path, expected: list[float]) -> None:
     run = Elastic(tmp_path, words(tmp_path, STEPS))
     with elastic(run):
-        run.await_step(8)
+        run.await_step(4)
         run.kill(1)
         report = run.out / "report.json"
         run.until(report.exists)
         assert json.loads(report.read_text())["culprit"] in (2, 3)
         lost = run.steps()[-1]
-        run.await_step(lost + 10)
+        run.await_step(lost + 5)
         run.start(1)
         assert run.end(0) == 0, run.logs()
         assert run.end(1) == 0, run.logs()
@@ -92,12 +93,12 @@ def test_a_lost_host_is_planned_around_and_comes_back(tmp_path: Path, expected: 
 
 
 def test_a_killed_rank_is_started_again(tmp_path: Path, expected: list[float]) -> None:
-    run = Elastic(tmp_path, words(tmp_path, 24))
+    run = Elastic(tmp_path, words(tmp_path, 16))
     with elastic(run):
-        run.await_step(8)
+        run.await_step(4)
         os.kill(run.ranks(1)[0], signal.SIGKILL)
         assert [run.end(host) for host in (0, 1)] == [0, 0], run.logs()
-    check_run(run, expected, 24)
+    check_run(run, expected, 16)
     assert run.worlds() == [4]
     report = json.loads((run.out / "report.json").read_text())
     assert (report["culprit"], report["cause"]) == (2, "exited")
@@ -111,22 +112,23 @@ def test_restarts_in_a_row(tmp_path: Path, expected: list[float]) -> None:
         when = whens[attempt % len(whens)]
         rank = 0 if when == "publish" else attempt % 4
         faults += ["--inject", f"kill:{rank}:{attempt + 1}:{when}:{attempt}"]
-    steps = IN_A_ROW + 5
+    steps = IN_A_ROW + 3
     run = Elastic(tmp_path, [*words(tmp_path, steps), *faults], hosts=1, ranks_each=4, pace_s=0.0)
     with elastic(run):
         assert run.end(0, seconds=60 + 10 * IN_A_ROW) == 0, run.logs()
     check_run(run, expected, steps)
+    assert len((tmp_path / "started").read_text().split()) == 4 * (IN_A_ROW + 1)
 
 
 def test_a_stopped_rank_is_found_ended_and_started_again(tmp_path: Path, expected: list[float]) -> None:
-    run = Elastic(tmp_path, words(tmp_path, 24))
+    run = Elastic(tmp_path, words(tmp_path, 16))
     with elastic(run):
-        run.await_step(8)
+        run.await_step(4)
         stopped = run.ranks(0)[1]
         os.kill(stopped, signal.SIGSTOP)
         assert [run.end(host) for host in (0, 1)] == [0, 0], run.logs()
         assert process_state(stopped) == "X"
-    check_run(run, expected, 24)
+    check_run(run, expected, 16)
     report = json.loads((run.out / "report.json").read_text())
     assert (report["culprit"], report["cause"]) == (1, "stopped")
 
@@ -147,14 +149,14 @@ def test_a_host_that_is_cut_off_is_planned_around(
 ) -> None:
     with network(2) as net:
         enter = lambda host: net.hosts[host].enter()  # noqa: E731
-        run = Elastic(tmp_path, words(tmp_path, 40), address=net.hosts[0].address, enter=enter)
+        run = Elastic(tmp_path, words(tmp_path, 24), address=net.hosts[0].address, enter=enter)
         with elastic(run):
-            run.await_step(8)
+            run.await_step(4)
             fault(net)
             assert run.end(0) == 0, run.logs()
             run.until(lambda: not run.ranks(1))  # they end by themselves
             run.kill(1)
-        check_run(run, expected, 40)
+        check_run(run, expected, 24)
         assert run.worlds() == [4, 2]
         assert json.loads((run.out / "report.json").read_text())["culprit"] in (2, 3)
 
@@ -163,17 +165,17 @@ def test_a_host_that_is_cut_off_is_planned_around(
 def test_a_glitch_is_ridden_out(tmp_path: Path, expected: list[float]) -> None:
     with network(2) as net:
         enter = lambda host: net.hosts[host].enter()  # noqa: E731
-        patient = [*words(tmp_path, 40), "--hang-floor", "12"]
+        patient = [*words(tmp_path, 24), "--hang-floor", "12"]
         run = Elastic(tmp_path, patient, address=net.hosts[0].address, enter=enter)
         with elastic(run):
-            run.await_step(8)
+            run.await_step(4)
             net.hosts[1].cut()
             time.sleep(3)
             net.hosts[1].mend()
             assert [run.end(host) for host in (0, 1)] == [0, 0], run.logs()
-        check_run(run, expected, 40)
+        check_run(run, expected, 24)
         assert run.worlds() == [4]
-        assert run.steps() == list(range(40))
+        assert run.steps() == list(range(24))
         assert not (run.out / "report.json").exists()
 
 
@@ -183,7 +185,7 @@ def test_a_plan_for_fewer_ranks_is_for_the_same_batch() -> None:
         made = replanned(plan, ranks)
         assert not check(made)
         assert made.layout.num_devices == ranks
-        assert (made.layout.global_batch, made.seq_len, made.model) == (8, 32, plan.model)
+        assert (made.layout.global_batch, made.seq_len, made.model) == (8, 16, plan.model)
         assert read_plan(parse_json(write_plan(made), file="plan")) == made
     for ranks, rule in ((3, "not whole nodes of 2"), (8, "has 4 devices, and this run 8 ranks")):
         with pytest.raises(InputError, match=rule):

@@ -17,6 +17,7 @@ from wavetrain.cluster import load_cluster
 from wavetrain.model import load_model
 from wavetrain.plan import Plan, Request, plan_of
 from wavetrain.plan.read import write_plan
+from wavetrain.runtime.logs import read_steps
 from wavetrain.schedule import parse_text
 from wavetrain.timeline.chrome import read_chrome
 
@@ -315,9 +316,48 @@ def test_a_killed_run_is_restarted_from_its_checkpoint(
     assert len(document["losses"]) == 4  # after the two that were saved
     assert "rank 1 was killed" in caplog.text
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000006"]
-    ran = run(*options)
-    assert ran.code == 2
-    assert "has 6 steps" in ran.err
     ran = run("train", file, "--local", "4", "--restarts", "1")
     assert ran.code == 2
     assert "means nothing without --checkpoints" in ran.err
+
+
+def test_a_run_in_memory_alone_survives_a_kill(run: Run, tmp_path: Path) -> None:
+    file = plan_file(tmp_path, small_plan(pp=2, waves=2, microbatches=4, blocks=8))
+    words = ("train", file, "--local", "2", "--steps", "6", "--json")
+    expected = json.loads(run(*words).out)
+    kept = ("--memory-every", "1", "--memory-dir", str(tmp_path / "memory"), "--restarts", "1")
+    ran = run(*words, *kept, "--inject", "kill:1:4:backward", "-o", str(tmp_path / "out"))
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["restarts"] == 1
+    assert [done.loss for done in read_steps(tmp_path / "out" / "log.jsonl")] == expected["losses"]
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def test_a_run_that_is_done_is_done(run: Run, tmp_path: Path) -> None:
+    """A launcher may start it again; fewer steps than it has are a mistake."""
+    file = plan_file(tmp_path, small_plan(pp=2, waves=2, microbatches=4, blocks=8))
+    words = ("train", file, "--local", "2", "--checkpoints", str(tmp_path / "kept"), "--steps")
+    assert run(*words, "3").code == 0
+    again = run(*words, "3", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["already_done"] is True
+    assert "nothing left to do: 3 steps are done" in run(*words, "3").out
+    fewer = run(*words, "2")
+    assert fewer.code == 2
+    assert "has 3 steps already" in fewer.err
+
+
+def test_another_number_of_ranks_is_planned_again(run: Run, tmp_path: Path) -> None:
+    plan = small_plan(pp=2, waves=1, microbatches=4, blocks=8)
+    file = plan_file(tmp_path, plan)
+    refused = run("train", file, "--local", "1", "--steps", "3")
+    assert refused.code == 2
+    assert "--replan" in refused.err
+    losses = [
+        json.loads(run("train", file, "--local", ranks, "--replan", "--steps", "3", "--json").out)["losses"]
+        for ranks in ("2", "1")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    more = run("train", file, "--local", "4", "--replan", "--steps", "3")
+    assert more.code == 2
+    assert "has 2 devices, and this run 4 ranks" in more.err

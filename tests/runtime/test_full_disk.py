@@ -5,7 +5,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from tests.runtime.test_saving import STEPS, WAVE, assert_same, job_for, plan_for, run, whole
+from tests.runtime.saved import LAYOUTS, STEPS, assert_same, job_for, plan_for, run, whole
 
 from wavetrain.runtime.checkpoint import published
 
@@ -35,7 +35,7 @@ def again(path, options):
 def uninterrupted(tmp_path_factory):
     """What a run ends with, and what one checkpoint takes on a disk of whole pages."""
     root = tmp_path_factory.mktemp("uninterrupted")
-    run(job_for(plan_for(**WAVE), root)).check()
+    run(job_for(plan_for(**LAYOUTS["wave"]), root)).check()
     page = os.sysconf("SC_PAGE_SIZE")
     sizes = [file.stat().st_size for file in published(root)[0].iterdir()]
     return whole(root), sum(-(-size // page) * page for size in sizes)
@@ -45,7 +45,7 @@ def uninterrupted(tmp_path_factory):
 def test_a_disk_that_fills_up(tmp_path, uninterrupted, share):
     """The second checkpoint does not fit: whichever file it is that does not, the first one is good and alone."""
     expected, size = uninterrupted
-    job = job_for(plan_for(**WAVE), tmp_path / "disk")
+    job = job_for(plan_for(**LAYOUTS["wave"]), tmp_path / "disk")
     with disk(tmp_path / "disk", int(size * share)) as root:
         failed = run(job)
         assert failed.report is not None
@@ -60,7 +60,7 @@ def test_a_disk_that_fills_up(tmp_path, uninterrupted, share):
 
 def test_a_disk_that_may_not_be_written_any_more(tmp_path, uninterrupted):
     expected, size = uninterrupted
-    plan = plan_for(**WAVE)
+    plan = plan_for(**LAYOUTS["wave"])
     with disk(tmp_path / "disk", 4 * size) as root:
         run(job_for(plan, root, steps=2)).check()
         again(root, "ro")

@@ -6,17 +6,16 @@ steps that were done after the checkpoint it goes on from are done again, and do
 
 import json
 import os
-import random
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.test_saving import LAYOUTS, QUICK, SOAK, assert_same, plan_for, whole
+from tests.runtime.saved import LAYOUTS, QUICK, assert_same, kill, plan_for, sample, whole
 
 from wavetrain.commands.train_run import job_of, rows_of
 from wavetrain.runtime.data import write_dataset
-from wavetrain.runtime.inject import DURING, Fault, Kinds, When
+from wavetrain.runtime.inject import DURING, When
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.learn import Rate
 from wavetrain.runtime.learner import Learner
@@ -26,10 +25,6 @@ from wavetrain.runtime.trainer import train
 STEPS, EVERY, RANKS, BATCH, VOCAB, LENGTH = 30, 5, 4, 8, 30, 8
 RATE = Rate(peak=1e-2, schedule="cosine", warmup=1, steps=STEPS)
 SAVES = range(EVERY, STEPS + 1, EVERY)
-
-
-def kill(step, when, rank, attempt=0):
-    return Fault(kind=Kinds.KILL, rank=rank, step=step, when=when, attempt=attempt)
 
 
 POINTS = [
@@ -42,10 +37,6 @@ AGAIN = [
     *(kill(0, when, rank, attempt=1) for when, rank in product((When.START, When.LOAD), range(RANKS))),
     *(kill(step, When.BACKWARD, rank, attempt=1) for step, rank in product((10, 12, 17), range(RANKS))),
 ]
-
-
-def sample(cases, count):
-    return cases if SOAK else random.Random(8).sample(cases, count)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +52,7 @@ def data(tmp_path_factory):
 
 def job_for(root, data, faults=()):
     more = {"rate": RATE, "clip": 1.0, "checkpoints": root / "kept", "save_every": EVERY, "data": data}
-    return job_of(plan_for(**LAYOUTS["wave"]), steps=STEPS, faults=faults, **more)
+    return job_of(plan_for(microbatch=2, **LAYOUTS["wave"]), steps=STEPS, faults=faults, **more)
 
 
 def run(job, root, attempt):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.runtime.near import at
-from tests.runtime.test_saving import LAYOUTS, QUICK, RATE, SOAK, assert_same, kill, plan_for, whole
+from tests.runtime.saved import LAYOUTS, QUICK, RATE, SOAK, assert_same, kill, plan_for, whole
 
 from wavetrain.base.errors import RunError
 from wavetrain.commands.train_run import job_of, rows_of

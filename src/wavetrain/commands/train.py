@@ -55,6 +55,10 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: after the last only.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep; 2.")] = None,
+    memory_every: Annotated[
+        int | None, typer.Option(help="Steps between copies of the state in this host's and the next one's memory.")
+    ] = None,
+    memory_dir: Annotated[Path | None, typer.Option(help="Where those are, on each host; /dev/shm.")] = None,
     restarts: Annotated[int, typer.Option(help="Times to start again, from the newest checkpoint, after a fault.")] = 0,
     replan: Annotated[
         bool, typer.Option("--replan", help="With another number of ranks than the plan's: plan again, same batch.")
@@ -78,7 +82,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     from wavetrain.plan import read_plan
 
     learning = {"learning_rate": learning_rate, "warmup": warmup, "weight_decay": weight_decay, "clip": clip}
-    kept = {"save_every": save_every, "keep": keep, "restarts": restarts}
+    kept = {"save_every": save_every, "keep": keep, "memory_every": memory_every, "restarts": restarts}
     told = {"local": local, "steps": steps, "seed": seed, "hang_floor": hang_floor, "memory_limit": memory_limit}
     _refuse_numbers(**told, **learning, **kept)
     wanted = read_plan(plan)
@@ -88,8 +92,13 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     real = {"data": data, "config": config, "module": module, "seed": seed, "lr_schedule": lr_schedule, **learning}
     real |= {"memory_limit": memory_limit, "load": load, "save": save}
     real |= {"checkpoints": checkpoints, "save_every": save_every, "keep": keep, "replan": replan or None}
+    real |= {"memory_every": memory_every, "memory_dir": memory_dir}
     if checkpoints is None:
-        refuse_without("--checkpoints", {"--save-every": save_every, "--keep": keep, "--restarts": restarts or None})
+        refuse_without("--checkpoints", {"--save-every": save_every, "--keep": keep})
+    if memory_every is None:
+        refuse_without("--memory-every", {"--memory-dir": memory_dir})
+    if checkpoints is None and memory_every is None:
+        refuse_without("--checkpoints", {"--restarts": restarts or None})
     if emulate:
         refuse_beside("--emulate", {f"--{name.replace('_', '-')}": value for name, value in real.items()})
     from wavetrain.runtime.inject import parse_fault
@@ -140,16 +149,18 @@ def _options(plan: Plan, steps: int, given: dict[str, Any]) -> dict[str, Any]:
         "checkpoints": stated.get("checkpoints"),
         "save_every": stated.get("save_every", 0),
         "keep": stated.get("keep", 2),
+        "memory_every": stated.get("memory_every", 0),
+        "memory_dir": stated.get("memory_dir"),
     }
 
 
 def _refuse_numbers(**given: float | None) -> None:
     """Numbers out of range, all at once."""
     most = {"local": MOST_LOCAL, "steps": MOST_STEPS, "seed": 2**31 - 1, "hang_floor": 86_400.0, "learning_rate": 10.0}
-    most |= {"save_every": MOST_STEPS, "keep": 10_000, "restarts": 10_000}
+    most |= {"save_every": MOST_STEPS, "keep": 10_000, "memory_every": MOST_STEPS, "restarts": 10_000}
     most |= {"warmup": MOST_STEPS, "weight_decay": 10.0, "clip": 1e9, "memory_limit": 1e6}
     least = {"local": 1, "steps": 1, "seed": 0, "hang_floor": 0.5, "learning_rate": 0.0}
-    least |= {"save_every": 0, "keep": 1, "restarts": 0}
+    least |= {"save_every": 0, "keep": 1, "memory_every": 1, "restarts": 0}
     least |= {"warmup": 0, "weight_decay": 0.0, "clip": 0.0, "memory_limit": 1e-6}
     problems = [
         Problem(where=f"--{name.replace('_', '-')}", rule=f"{value}: must be from {least[name]} to {most[name]:,}")
@@ -170,9 +181,9 @@ def _refuse_model(plan: Plan, job: Any) -> None:
     from wavetrain.runtime.units import check_parameters
 
     done = last_step(job.checkpoints) if job.checkpoints is not None else 0
-    if done >= job.steps:
+    if done > job.steps:
         rule = f"{job.steps}: {job.checkpoints} has {done} steps already"
-        raise InputError(Problem(where="--steps", rule=rule, remedy=f"--steps {done + 1} or more"))
+        raise InputError(Problem(where="--steps", rule=rule, remedy=f"--steps {done} or more"))
     parts = job.parts()
     check_parameters({name: tuple(p.shape) for name, p in parts.references()}, plan)
     if job.data is not None:

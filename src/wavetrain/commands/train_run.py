@@ -144,6 +144,15 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
     from wavetrain.sim.replay import idle_share, replay
     from wavetrain.timeline.chrome import write_chrome
 
+    if not records[0].moments:
+        return {
+            "schema": "wavetrain.train/1",
+            "ranks": len(records),
+            "steps": job.steps,
+            "already_done": True,
+            "losses": [],
+            "files": [],
+        }
     measured = _timeline(first_pipeline(job, records))
     predicted, ideal = simulate(job.plan), replay(job.actions, measured)
     seconds = step_seconds([record.step_ends_s for record in records.values()]) or measured.duration_s

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,17 @@ import torch
 
 from wavetrain.base.codec import dumps, encode
 from wavetrain.base.errors import InputError, RunError
-from wavetrain.runtime.checkpoint import Checkpoint, begin, clean, keep_last, newest, opened, publish, published
+from wavetrain.runtime.checkpoint import (
+    Checkpoint,
+    begin,
+    clean,
+    discard,
+    keep_last,
+    newest,
+    opened,
+    publish,
+    published,
+)
 from wavetrain.runtime.inject import When, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
@@ -32,6 +43,7 @@ from wavetrain.runtime.tensorfile import Entry, common, write_shard
 from wavetrain.runtime.world import World, connect
 
 LOG = logging.getLogger(__name__)
+FAILED = "failed: "  # a shard's facts are a mapping, so no rank can mean something else
 VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
@@ -199,6 +211,7 @@ class Saver:
         self._job, self._world, self._learner = job, world, learner
         self._store = connect(world.place)  # its own: a thread waits on it
         self._disk, self._memory = _Beside(), _Beside()
+        self._known: set[Path] = set()  # checkpoints that this process has published
         self._neighbours: Neighbours | None = None
         if job.memory_every > 0:
             has_shard = next(learner.counted_leaves(), None) is not None
@@ -242,17 +255,35 @@ class Saver:
             self._store.set(f"{key}/folder", str(begin(root, step=done)))
         folder = Path(self._store.get(f"{key}/folder").decode())
         self._strike(When.SAVE, done)
-        shard = write_shard(folder, rank, entries) if entries else None
-        self._store.set(f"{key}/{rank}", "" if shard is None else pack(shard))
+        failed: RunError | None = None
+        try:
+            told = pack(write_shard(folder, rank, entries)) if entries else ""
+        except RunError as error:  # a full disk, for instance
+            told, failed = f"{FAILED}{error}", error
+        self._store.set(f"{key}/{rank}", told)
         if rank == 0:
-            told = [self._store.get(f"{key}/{other}").decode() for other in range(self._world.size)]
-            shards = tuple(unpack(one) for one in told if one)
-            self._strike(When.PUBLISH, done)
-            publish(folder, manifest_of(self._job, done, shards))
-            keep_last(root, self._job.keep)
-            self._store.set(f"{key}/published", "")
-        elif done == self._job.steps:  # the run ends with it
-            self._store.wait([f"{key}/published"])
+            try:
+                self._publish(root, folder, done)
+            except BaseException:
+                with suppress(RunError):  # what is told is why it failed, not what is left of it
+                    discard(folder)
+                raise
+            finally:
+                self._store.set(f"{key}/done", "")
+        elif failed or done == self._job.steps:  # the run ends with it: not before rank 0 has cleared up
+            self._store.wait([f"{key}/done"])
+        if failed:
+            raise failed
+
+    def _publish(self, root: Path, folder: Path, done: int) -> None:
+        """On rank 0, of what all have written; the error of any of them is this one's."""
+        told = [self._store.get(f"checkpoint/{done}/{rank}").decode() for rank in range(self._world.size)]
+        if failed := next((one for one in told if one.startswith(FAILED)), None):
+            raise RunError(failed.removeprefix(FAILED))
+        self._strike(When.PUBLISH, done)
+        shards = tuple(unpack(one) for one in told if one)
+        self._known.add(publish(folder, manifest_of(self._job, done, shards)))
+        keep_last(root, self._job.keep, known=self._known)
 
     def _strike(self, when: When, done: int) -> None:
         strike(self._job.faults, when, rank=self._world.rank, attempt=self._world.place.attempt, step=done)

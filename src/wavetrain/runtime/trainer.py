@@ -75,7 +75,7 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
             save_model(runner, world, job.save, config=job.config)
         if saver is not None:
             saver.end()
-        moments = done[-1].moments
+        moments = done[-1].moments if done else []  # nothing was left to do
         peak = runner.static_bytes + max((moment.held_bytes for moment in moments), default=0)
         ahead_s = clock_ahead_s(world.rank, world.size)
         losses = [d.loss for d in done if d.loss is not None]

@@ -13,6 +13,8 @@ from wavetrain.show.tables import facts
 
 def card(document: dict[str, Any]) -> RenderableType:
     """A run in about ten lines."""
+    if document.get("already_done"):
+        return Text(f"nothing left to do: {document['steps']} steps are done; --steps says how many there shall be")
     predicted, replayed, losses = document["predicted"], document["replayed"], document["losses"]
     rows = [
         ("step", f"{format_seconds(document['step_s'])}   predicted {format_seconds(predicted['step_s'])}"),
