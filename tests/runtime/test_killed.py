@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.saved import LAYOUTS, QUICK, assert_same, kill, plan_for, sample, whole
+from tests.runtime.saved import QUICK, UP, assert_same, kill, plan_for, sample, whole
 
 from wavetrain.commands.train_run import job_of, rows_of
+from wavetrain.plan import Choice, OperatorChoice
 from wavetrain.runtime.data import write_dataset
 from wavetrain.runtime.inject import DURING, When
 from wavetrain.runtime.launch import run_local
@@ -24,11 +25,20 @@ from wavetrain.runtime.trainer import train
 
 STEPS, EVERY, RANKS, BATCH, VOCAB, LENGTH = 30, 5, 4, 8, 30, 8
 RATE = Rate(peak=1e-2, schedule="cosine", warmup=1, steps=STEPS)
+WAVE = {
+    "pp": 2,
+    "schedule": "wave",
+    "waves": 1,
+    "dp": 2,
+    "microbatch": 2,
+    "choices": [OperatorChoice("decoder", UP, Choice(2)), OperatorChoice("head", "*", Choice(2))],
+}
 SAVES = range(EVERY, STEPS + 1, EVERY)
 
 
-POINTS = [
-    *(kill(*point) for point in product(range(STEPS), (*DURING, When.OPTIMIZER), range(RANKS))),
+PHASES = (*DURING, When.OPTIMIZER)
+POINTS = [  # every rank in every step, in one phase after another: each rank in each of them seven times or more
+    *(kill(step, PHASES[(step + rank) % 4], rank) for step, rank in product(range(STEPS), range(RANKS))),
     *(kill(*point) for point in product(SAVES, (When.SAVE,), range(RANKS))),
     *(kill(step, When.PUBLISH, 0) for step in SAVES),
     *(kill(0, When.START, rank) for rank in range(RANKS)),
@@ -52,7 +62,7 @@ def data(tmp_path_factory):
 
 def job_for(root, data, faults=()):
     more = {"rate": RATE, "clip": 1.0, "checkpoints": root / "kept", "save_every": EVERY, "data": data}
-    return job_of(plan_for(microbatch=2, **LAYOUTS["wave"]), steps=STEPS, faults=faults, **more)
+    return job_of(plan_for(**WAVE), steps=STEPS, faults=faults, **more)
 
 
 def run(job, root, attempt):
