@@ -38,6 +38,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/waves.py
 	$(BIN)/python benchmarks/parallelize.py
 	$(BIN)/python benchmarks/osdp_executed.py
+	$(BIN)/python benchmarks/saving.py
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
@@ -46,7 +47,8 @@ accuracy: $(READY)
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py
 	WAVETRAIN_SOAK=1 $(BIN)/python -m pytest tests/runtime/test_executor.py tests/runtime/test_faults.py \
-		tests/runtime/test_composed.py tests/runtime/test_sharded.py tests/runtime/test_memory.py tests/runtime/test_saving.py
+		tests/runtime/test_composed.py tests/runtime/test_sharded.py tests/runtime/test_memory.py tests/runtime/test_saving.py \
+		tests/runtime/test_killed.py tests/runtime/test_neighbours.py tests/test_elastic.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

@@ -44,7 +44,7 @@ FORMATS = ("F64", "F32", "BF16", "F16")  # numbers that a parameter may be made 
 PREFIXES = ("transformer.", "model.", "bert.")  # a model with its head has them, the same model without does not
 MOST_FILES = 10_000
 FIRST = 12  # problems of a sort that are told before those of another
-BLOCK = 16 * MIB  # what is read at once, so that little is held beside a rank's own values
+BLOCK = 4 * MIB  # what is read at once, so that little is held beside a rank's own values
 
 # What files have beside parameters: masks and angles that older versions stored, and heads of another purpose.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".position_ids", ".token_type_ids")

@@ -13,8 +13,10 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.logs import versions
 from wavetrain.runtime.manifest import Manifest, Shard, pack, unpack
 from wavetrain.runtime.neighbours import Found, Neighbours
+from wavetrain.runtime.progress import Progress
 from wavetrain.runtime.tensorfile import Entry, common, write_shard
 from wavetrain.runtime.world import World, connect
 
@@ -47,6 +50,8 @@ FAILED = "failed: "  # a shard's facts are a mapping, so no rank can mean someth
 VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+PATIENCE_S = 3600.0  # for all ranks to have written a checkpoint
+ALIVE_S = 0.5  # between signs of life of a rank that waits for one
 FROM_MEMORY = "memory"  # where a run goes on from, if not from a checkpoint's path
 
 
@@ -129,30 +134,6 @@ def is_saved(job: Job) -> bool:
     return job.checkpoints is not None or job.memory_every > 0
 
 
-def _resume(job: Job, world: World, learner: Learner, neighbours: Neighbours | None) -> int:
-    copy = neighbours.newest() if neighbours else None
-    if world.rank == 0:
-        try:
-            world.store.set("resume", _newest(job, copy))
-        except InputError as error:  # a report tells one line of a rank's error
-            raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
-    path = world.store.get("resume").decode()
-    strike(job.faults, When.LOAD, rank=world.rank, attempt=world.place.attempt)
-    if not path:
-        return 0
-    if path == FROM_MEMORY and neighbours:
-        folder, step, shards = neighbours.bring(copy, lambda *known: files_for(learner, manifest_of(job, *known)))
-        if step >= job.steps:
-            raise RunError(f"{folder}: {step} steps are done already, the run has {job.steps}")
-        checkpoint = Checkpoint(folder, manifest_of(job, step, shards))
-    else:
-        checkpoint = opened(Path(path))
-    restore(learner, checkpoint)
-    if world.rank == 0:
-        LOG.info("goes on after %d steps, from %s", checkpoint.step, checkpoint.path)
-    return checkpoint.step
-
-
 def _newest(job: Job, copy: Found | None) -> str:
     """Where the newest state of a run is; nothing where a run may begin. The disk is read only if it may be newer."""
     whole = copy if copy and copy.shards else None
@@ -177,7 +158,8 @@ def _newest(job: Job, copy: Found | None) -> str:
 class _Beside:
     """Work beside the steps, one piece at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -190,7 +172,11 @@ class _Beside:
     def finish(self) -> None:
         """Wait for what was begun; an error of it is raised here."""
         if self._thread is not None:
-            self._thread.join()
+            until = time.monotonic() + PATIENCE_S
+            while self._thread.is_alive():
+                self._thread.join(ALIVE_S)
+                if time.monotonic() < until:
+                    self._progress.enter(self._progress.phase)  # slow disks are no hang
             self._thread = None
         if self._failed is not None:
             failed, self._failed = self._failed, None
@@ -210,7 +196,8 @@ class Saver:
         """All ranks call this together."""
         self._job, self._world, self._learner = job, world, learner
         self._store = connect(world.place)  # its own: a thread waits on it
-        self._disk, self._memory = _Beside(), _Beside()
+        self._store.set_timeout(timedelta(seconds=PATIENCE_S))
+        self._disk, self._memory = _Beside(world.progress), _Beside(world.progress)
         self._known: set[Path] = set()  # checkpoints that this process has published
         self._neighbours: Neighbours | None = None
         if job.memory_every > 0:
@@ -219,7 +206,36 @@ class Saver:
 
     def resume(self) -> int:
         """The step to go on with: that of the newest checkpoint or copy in memory that is good, or 0. All call this."""
-        return _resume(self._job, self._world, self._learner, self._neighbours)
+        found: list[int] = []
+        self._disk.start("resume", lambda: found.append(self._resume()))  # it may take long: files are verified
+        self._disk.finish()
+        return found[0]
+
+    def _resume(self) -> int:
+        job, world, neighbours = self._job, self._world, self._neighbours
+        copy = neighbours.newest() if neighbours else None
+        if world.rank == 0:
+            try:
+                self._store.set("resume", _newest(job, copy))
+            except InputError as error:  # a report tells one line of a rank's error
+                raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
+        path = self._store.get("resume").decode()
+        strike(job.faults, When.LOAD, rank=world.rank, attempt=world.place.attempt)
+        if not path:
+            return 0
+        if path == FROM_MEMORY and neighbours:
+            folder, step, shards = neighbours.bring(
+                copy, lambda *known: files_for(self._learner, manifest_of(job, *known))
+            )
+            if step >= job.steps:
+                raise RunError(f"{folder}: {step} steps are done already, the run has {job.steps}")
+            checkpoint = Checkpoint(folder, manifest_of(job, step, shards))
+        else:
+            checkpoint = opened(Path(path))
+        restore(self._learner, checkpoint)
+        if world.rank == 0:
+            LOG.info("goes on after %d steps, from %s", checkpoint.step, checkpoint.path)
+        return checkpoint.step
 
     def after(self, done: int) -> None:
         """Save the state after so many steps, if that is due; the save before is finished first."""
