@@ -21,8 +21,8 @@ from wavetrain.runtime.saving import restore
 from wavetrain.runtime.trainer import train
 from wavetrain.runtime.world import gloo_group
 
-RANKS = 4
-MORE = 24 << 20  # one leaf of 10 MB, what is read at once, and what allocators round up to
+RANKS = 2
+MORE = 48 << 20  # what is read at once, and what allocators keep of it
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,18 @@ def counted(key):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def measured(job, load):
-    """By rank: bytes of its parameters, and the most that was held beyond what it held before."""
+def measured(job, load, *, again=False):
+    """By rank: bytes of its parameters, and the most that was held beyond what it held before.
+
+    Libraries' pages count when they are first touched, so with `again` it was loaded before.
+    """
 
     def work(world):
         with gloo_group(world, timeout_s=60):
             learner = Learner(job, world)
             own = sum(leaf.values.nbytes for leaf in learner.every_leaf())
+            if again:
+                load(learner)
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
             before = counted("VmRSS:")
@@ -70,7 +75,7 @@ def test_a_checkpoint_is_restored_in_the_memory_of_its_moments(plan, tmp_path):
     whole = 4 * plan.model.num_parameters
     for own, more in measured(job, lambda learner: restore(learner, opened(tmp_path / step_name(1)))):
         assert own == pytest.approx(whole / RANKS, rel=0.01)
-        assert 2 * own * 0.9 < more < 2 * own + MORE < whole
+        assert 2 * own * 0.9 < more < 2 * own + MORE < 2 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,5 +84,6 @@ def test_a_model_is_loaded_in_no_memory_of_its_own(plan, tmp_path, dtype):
     values = {p.name: torch.zeros(p.shape, dtype=dtype) for p in plan.model.parameters()}
     save_file(values, tmp_path / SINGLE)
     del values
-    for own, more in measured(job, lambda learner: load_values(tmp_path, learner.every_leaf(), job.parts())):
+    load = lambda learner: load_values(tmp_path, learner.every_leaf(), job.parts())  # noqa: E731
+    for own, more in measured(job, load, again=True):
         assert more < MORE < own
