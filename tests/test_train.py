@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.conftest import Ran
 from tests.runtime.plans import small_model, small_plan
+from tests.soak import often
 
 from wavetrain.cluster import load_cluster
 from wavetrain.model import load_model
@@ -238,10 +239,10 @@ def test_models_of_transformers_train_in_three_dimensions(run: Run, tmp_path: Pa
     one = plan_of(replace(request, cluster=request.cluster.part(1), pp=1, dp=1, tp=1))
     options = ["--config", str(config), "--learning-rate", "0.003", "--lr-schedule", "cosine", "--warmup", "5"]
     curves = [
-        losses_of(run, tmp_path, plan, *options, "--save", str(tmp_path / name), steps=50)
+        losses_of(run, tmp_path, plan, *options, "--save", str(tmp_path / name), steps=often(50, 15))
         for plan, name in ((one, "one"), (three, "three"))
     ]
-    assert curves[0][-1] < curves[0][0] - 0.5
+    assert curves[0][-1] < curves[0][0] - 0.2
     assert curves[1] == pytest.approx(curves[0], rel=2e-4)
     kind = getattr(transformers, CONFIGS[family]["architectures"][0])  # type: ignore[index]
     loaded = [kind.from_pretrained(tmp_path / name).eval() for name in ("one", "three")]
@@ -273,6 +274,9 @@ def test_a_users_own_module_trains(run: Run, tmp_path: Path, monkeypatch: pytest
     plan = plan_of(request)
     losses = losses_of(run, tmp_path, plan, "--module", "my_model:build", "--learning-rate", "0.05", steps=20)
     assert losses[-1] < losses[0] - 0.5
+    options = ("--module", "my_model:build", "--learning-rate", "0.05", "--steps", "20", "--json")
+    alone = run("train", plan_file(tmp_path, plan), "--local", "1", "--replan", *options)
+    assert json.loads(alone.out)["losses"] == pytest.approx(losses, rel=1e-5)
     for wrong, words in (("my_model", "package:function"), ("my_model:nothing", "can't be imported")):
         ran = run("train", plan_file(tmp_path, plan), "--local", "2", "--module", wrong)
         assert ran.code == 2

@@ -1,8 +1,5 @@
 """Runs that save what they have: plans of many layouts, how they are run, and what their checkpoints have."""
 
-import os
-import random
-
 import torch
 from tests.runtime.plans import small_model
 
@@ -19,7 +16,6 @@ from wavetrain.runtime.learn import Rate
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.trainer import train
 
-SOAK = "WAVETRAIN_SOAK" in os.environ
 BLOCKS, STEPS, EVERY = 4, 6, 2
 RATE = Rate(peak=1e-2, schedule="cosine", warmup=1, steps=STEPS)
 QUICK = Limits(floor_s=20.0)
@@ -91,7 +87,3 @@ def assert_same(root, expected):
 
 def kill(step, when, rank, attempt=0):
     return Fault(kind=Kinds.KILL, rank=rank, step=step, when=when, attempt=attempt)
-
-
-def sample(cases, count):
-    return cases if SOAK else random.Random(8).sample(cases, count)

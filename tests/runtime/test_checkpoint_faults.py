@@ -89,6 +89,15 @@ def test_every_truncation_and_addition_is_found_with_its_file(root):
     assert verify(path) == []
 
 
+def test_bad_ones_that_cant_be_set_aside_are_not_forgotten(root, monkeypatch):
+    """Where others own the folder, renaming is denied and writing beside it is not."""
+    for path in published(root):
+        (path / MANIFEST).write_bytes(b"{}")
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not yours")))
+    with pytest.raises(InputError, match="has no good checkpoint, only bad ones: step-"):
+        newest(root)
+
+
 def test_a_bad_one_is_set_aside_and_never_used_or_deleted(root, caplog):
     file = root / step_name(20) / SHARDS[1]
     data = bytearray(file.read_bytes())

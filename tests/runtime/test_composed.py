@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.runtime.near import at, close
 from tests.runtime.plans import small_model
+from tests.soak import SOAK, often
 from torch import nn
 
 from wavetrain.base.units import DType
@@ -35,8 +35,7 @@ from wavetrain.runtime.world import gloo_group
 from wavetrain.sim.predict import to_run
 
 STEPS, SEED, MOST_RANKS = 5, 3, 8
-SOAK = int(os.environ.get("WAVETRAIN_SOAK", "0"))
-DRAWS = 300 if SOAK else 10
+DRAWS = often(300, 8)
 RATE = Rate(peak=1e-3, schedule="cosine", warmup=1, steps=STEPS)
 ADAMW = AdamW(epsilon=1e-4)  # a smaller one makes steps of roundings where a gradient is zero: the bias of keys
 FAMILIES = ("gpt", "gpt2", "llama", "qwen3", "phi3", "bert", "hf-gpt2", "hf-llama", "hf-qwen2", "hf-bert")

@@ -1,6 +1,5 @@
 """The executor against one process, bit for bit; memory by the schedule's count; order as planned; mutants caught."""
 
-import os
 import random
 import weakref
 from dataclasses import replace
@@ -18,6 +17,7 @@ from tests.runtime.pipeline import (
     run_threads,
     small,
 )
+from tests.soak import often
 from torch.autograd.graph import get_gradient_edge
 
 from wavetrain.plan.cut import even_cut
@@ -82,7 +82,7 @@ def drawn(number):
     return family, kind, actions, flags
 
 
-@pytest.mark.parametrize("number", range(600 if "WAVETRAIN_SOAK" in os.environ else 60))
+@pytest.mark.parametrize("number", range(often(600, 24)))
 def test_draws_equal_one_process(number):
     family, _, actions, flags = drawn(number)
     verify(actions)

@@ -4,13 +4,12 @@ All cases with WAVETRAIN_SOAK=1 (`make soak`), else a seeded sample.
 """
 
 import json
-import os
-import random
 from itertools import product
 
 import pytest
 from tests.runtime.namespaces import needs_namespaces, network
 from tests.runtime.plans import small_plan
+from tests.soak import sample
 
 from wavetrain.commands.train import job_of
 from wavetrain.runtime.inject import DURING, Fault, Kinds
@@ -19,7 +18,6 @@ from wavetrain.runtime.report import Cause, Limits
 from wavetrain.runtime.trainer import train
 
 RANKS, STEP = 4, 1
-SOAK = "WAVETRAIN_SOAK" in os.environ
 ENDING = [kind for kind in Kinds if kind is not Kinds.SLOW]  # that one ends no run: test_stragglers.py
 EVERY = [(kind, when, rank) for kind, when, rank in product(ENDING, DURING, range(RANKS))]
 LOCAL = [case for case in EVERY if case[0] is not Kinds.DROP]
@@ -30,10 +28,6 @@ EXPECTED = {
     Kinds.EXCEPTION: Cause.EXCEPTION,
     Kinds.DROP: Cause.SILENT,
 }
-
-
-def sample(cases, count):
-    return cases if SOAK else random.Random(6).sample(cases, count)
 
 
 def job(kind, when, rank, transport):

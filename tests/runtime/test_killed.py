@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.saved import QUICK, UP, assert_same, kill, plan_for, sample, whole
+from tests.runtime.saved import QUICK, UP, assert_same, kill, plan_for, whole
+from tests.soak import sample
 
 from wavetrain.commands.train_run import job_of, rows_of
 from wavetrain.plan import Choice, OperatorChoice
@@ -121,7 +122,7 @@ def check_end(root, attempts, expected):
     assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-@pytest.mark.parametrize("fault", sample(POINTS, 4), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
+@pytest.mark.parametrize("fault", sample(POINTS, 2), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
 def test_a_run_that_is_killed_goes_on_to_the_same_end(fault, tmp_path, data, uninterrupted):
     job = job_for(tmp_path, data, (fault,))
     first = run(job, tmp_path, 0)
@@ -131,7 +132,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_end(fault, tmp_path, data, uni
     check_end(tmp_path, 2, uninterrupted)
 
 
-@pytest.mark.parametrize("fault", sample(AGAIN, 2), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
+@pytest.mark.parametrize("fault", sample(AGAIN, 1), ids=lambda f: f"{f.when}-{f.step}-{f.rank}")
 def test_a_recovery_that_is_killed_is_repeated(fault, tmp_path, data, uninterrupted):
     job = job_for(tmp_path, data, (kill(12, When.BACKWARD, 2), fault))
     for attempt, culprit in enumerate((2, fault.rank)):

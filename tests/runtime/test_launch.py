@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.runtime.namespaces import needs_namespaces, network
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -350,6 +353,44 @@ def test_a_rank_that_is_asked_to_end_does_so_inside_gloo(tmp_path: Path) -> None
             os.kill(pid, signal.SIGTERM)
         assert exit_code(pids[1]) in (143, 4)
         assert exit_code(pids[0]) in (143, 4)
+
+
+def test_a_rank_that_alone_is_asked_to_end_does_not_leave_others_waiting(tmp_path: Path) -> None:
+    def work(world: World) -> None:
+        with gloo_group(world, timeout_s=60.0):
+            world.progress.waiting("x", 1 - world.rank)
+            (tmp_path / f"rank-{world.rank}").touch()
+            time.sleep(60)
+
+    with unattended(work, 2, tmp_path) as pids:
+        until(lambda: (tmp_path / "rank-0").exists() and (tmp_path / "rank-1").exists())
+        os.kill(pids[1], signal.SIGTERM)
+        assert exit_code(pids[1]) == 143
+        assert exit_code(pids[0]) == 4
+    document = json.loads((tmp_path / "report.json").read_text())
+    assert (document["culprit"], document["why"]) == (1, "rank 1 was asked to end (SIGTERM)")
+
+
+def test_ranks_of_a_new_attempt_meet_in_a_store_that_has_an_old_ones_words() -> None:
+    """The second attempt's rank 1 comes first, and the first attempt's words are still there."""
+    place = Place(rank=0, size=2, local_rank=0, host="127.0.0.1", port=free_port(), serves=True)
+    rounds = []
+    with ThreadPoolExecutor(2) as pool:
+        store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+        for delay in (0.0, 0.3):
+            there = replace(place, serves=False)
+            second = pool.submit(meet, replace(there, rank=1, attempt=7))  # hosts count by themselves
+            time.sleep(delay)
+            first = pool.submit(meet, there)
+            rounds.append((first.result(20).place.round, second.result(20).place.round))
+        del store
+    assert rounds[0][0] == rounds[0][1] != rounds[1][0] == rounds[1][1]
+
+
+def test_who_does_not_come_is_named() -> None:
+    place = Place(rank=0, size=3, local_rank=0, host="127.0.0.1", port=free_port(), serves=True)
+    with pytest.raises(RunError, match=r"ranks 1, 2 did not come to 127\.0\.0\.1"):
+        meet(place, timeout_s=0.3)
 
 
 def under_torchrun(work: Work, report_dir: Path, *, restarts: int = 0) -> int:

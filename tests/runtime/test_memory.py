@@ -15,14 +15,13 @@ Every rank is compared with what the model says of its place in the pipeline.
 from __future__ import annotations
 
 import json
-import os
-import random
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
 from tests.runtime.plans import small_model
+from tests.soak import sample
 from torch import nn
 
 from wavetrain.base.errors import RunError
@@ -172,9 +171,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", CASES if "WAVETRAIN_SOAK" in os.environ else random.Random(7).sample(sorted(CASES), 12)
-)
+@pytest.mark.parametrize("name", sample(sorted(CASES), 8, seed=7))
 def test_the_peak_is_the_cost_model_s(name):
     plan = plan_for(CASES[name])
     expected, found = predicted(plan), measured(plan)

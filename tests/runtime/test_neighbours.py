@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.runtime.near import at
-from tests.runtime.saved import LAYOUTS, QUICK, RATE, SOAK, assert_same, kill, plan_for, whole
+from tests.runtime.saved import LAYOUTS, QUICK, RATE, assert_same, kill, plan_for, whole
+from tests.soak import sample
 
 from wavetrain.base.errors import RunError
 from wavetrain.commands.train_run import job_of, rows_of
@@ -91,10 +91,6 @@ KILLS = [
     *(kill(*point) for point in product((2, 4), (When.SAVE,), range(4))),
     *(kill(step, When.PUBLISH, 0) for step in (2, 4)),
 ]
-
-
-def sample(cases, count):
-    return cases if SOAK else random.Random(4).sample(cases, count)
 
 
 def name_of(case):
@@ -389,10 +385,7 @@ def test_what_a_run_is_in_memory(tmp_path):
     ],
 )
 def test_a_shard_is_kept_by_the_next_host_too(hosts, kept_by):
-    found = Hosts.of(hosts)
-    assert [found.neighbour(rank) for rank in range(len(hosts))] == kept_by
-    for rank in range(len(hosts)):
-        assert found.neighbour_of(rank) == [other for other, keeper in enumerate(kept_by) if keeper == rank]
+    assert Hosts.of(hosts).neighbours() == kept_by
 
 
 def shard_of(rank, *, rows=(0, 1), of=1, name="w"):

@@ -1,6 +1,5 @@
 """Operators sharded, replicated and split by a plan, on real processes, against one plain process."""
 
-import os
 import random
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from tests.runtime.sharding import (
     run,
     stage_of,
 )
+from tests.soak import often
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +74,7 @@ def drawn(number):
     return family, tied, plan_for(model, dp=dp, microbatches=r.choice([1, 2, 3]), choice=choice(), choices=choices)
 
 
-@pytest.mark.parametrize("number", range(24 if "WAVETRAIN_SOAK" in os.environ else 8))
+@pytest.mark.parametrize("number", range(often(24, 6)))
 def test_drawn_plans_train_like_one_process(number):
     family, tied, plan = drawn(number)
     run(lambda: stage_of(family, tied), plan)

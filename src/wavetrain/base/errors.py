@@ -76,6 +76,11 @@ class RunError(WavetrainError):
     exit_code = 4
 
 
+def one_line(said: object) -> str:
+    """What is told on several lines, on one."""
+    return ": ".join(line.strip() for line in str(said).splitlines())
+
+
 def nearest(word: str, legal: Iterable[str], *, most: int = 3) -> tuple[str, ...]:
     """The legal words a person may have meant by `word`, best first."""
     folded, by_folded = word[:100].lower(), {name.lower(): name for name in legal}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wavetrain.base.document import parse_json
-from wavetrain.base.errors import InputError, Problem, RunError
+from wavetrain.base.errors import InputError, Problem, RunError, one_line
 from wavetrain.commands.shared import writing
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 MOST_SEARCH_S = 60.0
 SLACK_S = 60.0  # for a rank that waits, beyond the search
+RETRY_S, TOLD_S = 0.1, 1.0  # between looks; for all ranks to have looked
 FOLDER = "plans"
 
 
@@ -60,38 +61,63 @@ def plan_for(plan: Plan, ranks: int, *, kept: Path | None, world: World | None) 
         try:
             made = _found(plan, ranks, kept)
         except (InputError, RunError) as error:
-            world.store.set("plan/refused", str(error))
+            world.store.set("plan/refused", one_line(error))
+            time.sleep(TOLD_S)  # the store ends with this rank, where it runs it
             raise
         world.store.set("plan/text", write_plan(made))
         return made
+    return read_plan(parse_json(_told(world, ranks), file="plan of rank 0"))
+
+
+def _told(world: World, ranks: int) -> str:
+    """The plan that rank 0 has found; RunError with its reason where it found none."""
     until = time.monotonic() + MOST_SEARCH_S + SLACK_S
-    while not world.store.check(["plan/text"]):
-        if world.store.check(["plan/refused"]):
-            raise RunError(f"no plan for {ranks} ranks: {world.store.get('plan/refused').decode()}")
-        if time.monotonic() > until:
-            raise RunError(f"rank 0 found no plan for {ranks} ranks in {MOST_SEARCH_S + SLACK_S:.0f} s")
-        time.sleep(0.05)
-    return read_plan(parse_json(world.store.get("plan/text").decode(), file="plan of rank 0"))
+    try:
+        while not world.store.check(["plan/text"]):
+            if world.store.check(["plan/refused"]):
+                raise RunError(world.store.get("plan/refused").decode())
+            if time.monotonic() > until:
+                raise RunError(f"rank 0 found no plan for {ranks} ranks in {MOST_SEARCH_S + SLACK_S:.0f} s")
+            time.sleep(RETRY_S)
+        return world.store.get("plan/text").decode()
+    except RuntimeError as error:  # torch's DistError is one
+        raise RunError(f"rank {world.rank}: rank 0 is gone: {str(error).splitlines()[0]}") from None
 
 
 def replanned(plan: Plan, ranks: int) -> Plan:
     """The best plan for the same model, batch and formats on so many of the cluster's devices that can be run."""
+    from wavetrain.plan import Recompute
     from wavetrain.planner.ask import search
 
     asked: dict[str, Any] = {"stack": plan.stack, "precision": plan.precision, "seq_len": plan.seq_len}
     asked |= {"devices": ranks, "cp": 1}
-    cluster = _left_of(plan, ranks)
+    if plan.model.architecture is None:  # a module that was not taken apart has no stages, and no blocks
+        asked |= {"pp": 1, "recompute": Recompute.NONE}
+    simple = {"shard_optimizer": False, "schedule": "1f1b"}
+    cluster, batch = _left_of(plan, ranks), plan.layout.global_batch
     begun = time.monotonic()
-    for pins in ({}, {"shard_optimizer": False}):  # the first leaves more to choose
-        batch, limit = plan.layout.global_batch, MOST_SEARCH_S / 2
+    for pins in ({}, {"shard_optimizer": False}, simple):  # the first leaves most to choose
+        limit = MOST_SEARCH_S / 3
         answer = search(plan.model, cluster, global_batch=batch, timeout_s=limit, **(asked | pins))
-        best = answer.best
-        if best is not None and not best.layout.shard_optimizer:
+        if answer.best is not None and _can_run(answer.best):
             LOG.info("planned again for %d ranks in %.1f s", ranks, time.monotonic() - begun)
-            return best
-        if best is None:
+            return answer.best
+        if answer.best is None:
             break
-    raise RunError(f"no plan fits on {ranks} devices: {plan.model.name} needs more memory than they have")
+    what = f"{plan.model.name}, a batch of {batch}, on {ranks} ranks"
+    why = "needs more memory than they have" if answer.least_bad else "no layout has so many: they must divide"
+    raise RunError(f"no plan for {what}: {why}")
+
+
+def _can_run(plan: Plan) -> bool:
+    from wavetrain.runtime.recompute import check_recompute
+    from wavetrain.sim.predict import to_run
+
+    try:
+        check_recompute(plan, is_split=to_run(plan)[0].is_split)
+    except InputError:
+        return False
+    return not plan.layout.shard_optimizer
 
 
 def _left_of(plan: Plan, ranks: int) -> Cluster:
@@ -119,7 +145,10 @@ def _found(plan: Plan, ranks: int, kept: Path | None) -> Plan:
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(write_plan(made), encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as stream:
+            stream.write(write_plan(made))
+            stream.flush()
+            os.fsync(stream.fileno())
         beside.replace(file)  # whole, or not there
     return made
 

@@ -188,8 +188,8 @@ def _refuse_model(plan: Plan, job: Any) -> None:
     check_parameters({name: tuple(p.shape) for name, p in parts.references()}, plan)
     if job.data is not None:
         open_dataset(job.data, vocab=parts.vocab, seq_len=plan.seq_len)
-    if job.checkpoints is not None and not job.memory_every:  # a copy in memory may be all that a run needs
-        glance(job.checkpoints, run=run_id(job))
+    if job.checkpoints is not None:
+        glance(job.checkpoints, run=run_id(job), tolerant=job.memory_every > 0)
     for note in check_load(job, parts):
         print(note, file=sys.stderr)
     if plan.precision.products is DType.FP8:

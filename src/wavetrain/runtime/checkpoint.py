@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wavetrain.base.errors import InputError, Problem, RunError, nearest
+from wavetrain.base.errors import InputError, Problem, RunError, nearest, one_line
 from wavetrain.base.units import MIB
 from wavetrain.runtime.manifest import (
     MANIFEST,
@@ -163,6 +163,7 @@ def newest(root: Path, *, run: str | None = None, on_bad: Report | None = None) 
     A bad one is renamed, never deleted, and reported: in the log, and to `on_bad` with its new path and the findings.
     A good one of another run, or bad ones only, are an InputError: starting over is for the user to decide.
     """
+    bad: list[str] = []
     for path in published(root):
         manifest, problems = _inspect(path)
         if manifest and run is not None and manifest.run != run:
@@ -174,23 +175,25 @@ def newest(root: Path, *, run: str | None = None, on_bad: Report | None = None) 
         if manifest and not problems:
             return Checkpoint(path, manifest)
         _set_aside(path, problems, on_bad)
-    if aside := [name for name in _names(root) if name.startswith(BAD)]:
+        bad.append(path.name)  # also where it can't be renamed
+    if aside := [name for name in _names(root) if name.startswith(BAD)] or bad:
         rule = f"has no good checkpoint, only bad ones: {', '.join(sorted(aside)[:5])}"
         raise InputError(Problem(where=str(root), rule=rule, remedy=REMEDY))
     return None
 
 
-def glance(root: Path, *, run: str) -> None:
+def glance(root: Path, *, run: str, tolerant: bool = False) -> None:
     """Refuse early what `newest` would refuse after it has read every byte; only manifests are looked at.
 
-    For a parent, before its ranks start: nothing is renamed, and what may still be good is left to `newest`.
+    For a parent, before its ranks start: nothing is renamed, and what may still be good is left to `newest`. Where a
+    run may have other copies (`tolerant`), bad ones are too.
     """
     problems: list[Problem] = []
     for path in published(root):
         try:
             found = opened(path)
         except InputError as error:
-            problems += error.problems
+            problems += () if tolerant else error.problems
             continue
         if found.run == run:
             return
@@ -211,7 +214,7 @@ def opened(path: Path) -> Checkpoint:
 
 def verify(path: Path) -> list[str]:
     """What is wrong with a checkpoint, a line per file; nothing if every byte is as it was written."""
-    return list(map(_line, _inspect(path)[1]))
+    return list(map(one_line, _inspect(path)[1]))
 
 
 def keep_last(root: Path, k: int, *, known: Collection[Path] = (), on_bad: Report | None = None) -> list[Path]:
@@ -254,7 +257,7 @@ def _names(root: Path) -> list[str]:
 
 
 def _set_aside(path: Path, problems: Sequence[Problem], on_bad: Report | None) -> None:
-    lines = list(map(_line, problems))
+    lines = list(map(one_line, problems))
     taken = _names(path.parent)
     number = next(n for n in range(1, len(taken) + 2) if f"{BAD}{path.name}-{n}" not in taken)
     target = path.with_name(f"{BAD}{path.name}-{number}")
@@ -267,10 +270,6 @@ def _set_aside(path: Path, problems: Sequence[Problem], on_bad: Report | None) -
     LOG.warning("bad checkpoint, now %s: %s", target, "; ".join(lines))
     if on_bad:
         on_bad(target, lines)
-
-
-def _line(problem: Problem) -> str:
-    return ": ".join(part.strip() for part in str(problem).splitlines())
 
 
 def _inspect(path: Path, *, digests: bool = True) -> tuple[Manifest | None, list[Problem]]:

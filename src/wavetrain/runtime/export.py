@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wavetrain.base.errors import RunError
+from wavetrain.runtime.beside import PATIENCE_S
 from wavetrain.runtime.exported import INDEX, SINGLE
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.world import World
@@ -39,7 +41,9 @@ def save_model(learner: Learner, world: World, directory: Path, *, config: Path 
             (directory / f".{name}").replace(directory / name)
         sizes = sum(tensor.nbytes for tensor in tensors.values())
         world.store.set(f"saved/{grid.stage_rank}", json.dumps([name, sorted(tensors), sizes]))
-    saved = [json.loads(world.store.get(f"saved/{rank}")) for rank in range(grid.layout.pp)]
+    keys = [f"saved/{rank}" for rank in range(grid.layout.pp)]
+    world.store.wait(keys, timedelta(seconds=PATIENCE_S))
+    saved = [json.loads(world.store.get(key)) for key in keys]
     if world.rank == 0:
         with _writing(directory):
             if len(saved) > 1:

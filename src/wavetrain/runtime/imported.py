@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from wavetrain.base.errors import InputError, Problem, RunError
+from wavetrain.base.errors import InputError, Problem, RunError, one_line
 from wavetrain.base.units import MIB, printable
 from wavetrain.runtime.checkpoint import published
 from wavetrain.runtime.composed import Leaf
@@ -111,7 +111,7 @@ def load_values(directory: Path, leaves: Iterable[Leaf], parts: Parts) -> None:
             for leaf in leaves:
                 _fill(leaf, partial(imported.read, names[leaf.name]))
     except InputError as error:  # it was good when the run began; a report tells one line of a rank's error
-        raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
+        raise RunError(one_line(error)) from None
 
 
 def _fill(leaf: Leaf, read: Callable[[Place], Tensor]) -> None:

@@ -42,7 +42,7 @@ class When(StrEnum):
     OPTIMIZER = "optimizer"
     SAVE = "save"  # a checkpoint's file is being written
     PUBLISH = "publish"  # it is complete, but nobody would find it yet
-    START = "start"  # before ranks meet
+    START = "start"  # before its process group is made
     LOAD = "load"  # a checkpoint is being read
 
 

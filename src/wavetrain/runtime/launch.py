@@ -331,6 +331,7 @@ class _Guard:
         self._board = Board(self._store, place.size)
         self._watches = place.rank % -(-place.size // MOST_WATCHERS) == 0
         self._stop = self._asked = False
+        self._seen_s = 0.0  # since when a rank is gone that was asked to end
         self._reached_s = time.monotonic()
         self._misses = 0
         self._ear, self._voice = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -400,10 +401,23 @@ class _Guard:
             statuses = self._board.read()
             if trouble(statuses, self._limits):
                 report = diagnose(statuses, self._limits, self._actions)
-                if not self._store.check([f"asked/{report.culprit}"]):  # it did not end by itself
+                if not self._was_asked(report.culprit):
                     self._abort(report)
+                elif self._spared_s > VERDICT_S:  # it alone: this rank would wait for it for ever
+                    self._abort(replace(report, why=f"rank {report.culprit} was asked to end (SIGTERM)"))
         if asked_to_end:
             _leave(128 + signal.SIGTERM)
+
+    def _was_asked(self, rank: int) -> bool:
+        """Whether a rank did not end by itself; then its launcher will ask the others as well."""
+        if not self._store.check([f"asked/{rank}"]):
+            return False
+        self._seen_s = self._seen_s or time.monotonic()
+        return True
+
+    @property
+    def _spared_s(self) -> float:
+        return time.monotonic() - self._seen_s
 
     def _abort(self, report: Report) -> None:
         """The first to find out speaks for all."""

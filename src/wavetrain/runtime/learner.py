@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from wavetrain.base.errors import RunError
 from wavetrain.plan.plan import Plan
+from wavetrain.runtime.beside import alive
 from wavetrain.runtime.budget import Budget
 from wavetrain.runtime.chunk import Batch, Computed
 from wavetrain.runtime.composed import Composed, Leaf, choices_of, compose, laid_apart
@@ -79,7 +81,7 @@ class Learner:
         self._names = counted_names(parts, plan, actions, self._groups)
         self._budget = None if job.memory_limit is None else self._limited(world.rank, job.memory_limit)
         if job.load is not None and is_loaded(job):
-            load_values(job.load, self.every_leaf(), parts)
+            alive(world.progress, partial(load_values, job.load, self.every_leaf(), parts))
 
     def _build(self) -> dict[int, Composed]:
         job, plan, grid = self._job, self._job.plan, self.grid

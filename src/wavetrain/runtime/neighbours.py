@@ -61,16 +61,14 @@ class Hosts:
         """All ranks of a rank's host."""
         return self.ranks[self.host(rank)]
 
-    def neighbour(self, rank: int) -> int | None:
-        """Who keeps a second copy of a rank's shard: the same place on the next host, if there is another host."""
-        if len(self.ranks) == 1:
-            return None
-        there = self.ranks[(self.host(rank) + 1) % len(self.ranks)]
-        return there[self.mates(rank).index(rank) % len(there)]
-
-    def neighbour_of(self, rank: int) -> list[int]:
-        """Whose copies a rank keeps."""
-        return [other for ranks in self.ranks for other in ranks if self.neighbour(other) == rank]
+    def neighbours(self) -> list[int | None]:
+        """By rank, who keeps a second copy of its shard: the same place on the next host, if there is another host."""
+        found: dict[int, int | None] = {}
+        for host, ranks in enumerate(self.ranks):
+            there = self.ranks[(host + 1) % len(self.ranks)]
+            pairs = {rank: there[number % len(there)] for number, rank in enumerate(ranks)}
+            found |= pairs if len(self.ranks) > 1 else dict.fromkeys(ranks)
+        return [found[rank] for rank in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,9 @@ class Neighbours:
         hosts, has, starts = zip(*self._spread(told), strict=True)
         self._hosts, self._shards, self._start = Hosts.of(hosts), sum(has), starts[0]
         self._mates = self._hosts.mates(self._rank)
+        targets = self._hosts.neighbours()
+        self._target = targets[self._rank]
+        self._sources = [rank for rank, target in enumerate(targets) if target == self._rank]
         self._leads = self._rank == self._mates[0]
         if self._leads:
             self._shelf.lock()
@@ -163,8 +164,7 @@ class Neighbours:
             kept = True
         except RunError as error:
             shard, kept = None, self._gave_up(step, error)
-        target, sources = self._hosts.neighbour(self._rank), self._hosts.neighbour_of(self._rank)
-        kept &= self._exchange(copy, shard, target, sources)
+        kept &= self._exchange(copy, shard, self._target, self._sources)
         kept = self._agree(kept)
         if self._rank == 0:
             reached(When.PUBLISH)
@@ -196,11 +196,13 @@ class Neighbours:
         """
         mine = self._mates.index(self._rank)
         held = [(copy, file) for copy in self._shelf.copies() for file in self._shelf.files(copy)]
+        self._agree(True)  # all have seen the same: bad files are removed from now on
         looked = [(copy, self._shelf.verified(copy, file)) for copy, file in held[mine :: len(self._mates)]]
         good = [[copy.name, pack(shard)] for copy, shard in looked if shard]
         told = self._gather([good, [copy.name for copy in self._shelf.complete()]])
+        hosts = {rank: host for host, ranks in enumerate(self._hosts.ranks) for rank in ranks}
         found = newest_whole(
-            (self._hosts.host(rank), copy_named(name), unpack(facts))
+            (hosts[rank], copy_named(name), unpack(facts))
             for rank, (good, _) in enumerate(told)
             for name, facts in good
         )
@@ -227,7 +229,8 @@ class Neighbours:
             elif self._rank == move.target:
                 kept &= self._exchange(copy, None, None, (move.source,))
         if not self._agree(kept):
-            raise RunError(f"{self._shelf.path}: the copy after {copy.step} steps can't be brought where it is needed")
+            what = f"{self._shelf.path}: the copy after {copy.step} steps can't be brought where it is needed"
+            raise RunError(f"{what}; try a larger --memory-dir, or remove it on all hosts to go on from the disk")
         return self._shelf.folder(copy), copy.step, shards
 
     # --- among ranks ---

@@ -1,7 +1,7 @@
 """`Pace`: what a rank keeps of its last steps to tell stragglers by, and how rank 0 comes to know of all ranks'.
 
 Every tenth step a rank puts a note of a few kilobytes into the store; rank 0 reads all of them one step later, when
-every rank must have written: nobody waits, and steps have no further collective.
+every rank must have written: nobody waits. Only where links are looked at are clocks compared now and then.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from wavetrain.runtime.world import World
 LOG = logging.getLogger(__name__)
 EVERY = 10  # steps between notes
 ALIGNED = 100  # steps between looks at the clocks, which drift apart
+MOST_LINKED = 256  # ranks whose clocks are compared, one after another
 KEPT_STEPS = 20  # half of them is what it takes to be named
 FIRST_STEPS = 5  # after the very first, in which memory is found and kernels are chosen
 KEPT_MARKS, KEPT_SAMPLES = 3, 9  # steps whose messages are in a note; that rank 0 keeps
@@ -47,7 +48,8 @@ class Pace:
         self._world, self._pipeline = world, (replica, part)
         self._planned_s = job.planned_busy[stage_rank] if job.planned_busy else None
         self._is_own_device = job.emulated is not None or job.peak_flops is not None  # whose peak is known is here
-        self._has_links = job.transport == "gloo" or not on_one_host(world)  # through memory there are none
+        over_network = job.transport == "gloo" or not on_one_host(world)  # through memory there are no links
+        self._has_links = over_network and world.size <= MOST_LINKED
         self._ahead_s = 0.0
         self._steps = 0
         self._busy: deque[float] = deque(maxlen=KEPT_STEPS)

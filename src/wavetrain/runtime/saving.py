@@ -12,9 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -23,7 +20,8 @@ from pathlib import Path
 import torch
 
 from wavetrain.base.codec import dumps, encode
-from wavetrain.base.errors import InputError, RunError
+from wavetrain.base.errors import InputError, RunError, one_line
+from wavetrain.runtime.beside import PATIENCE_S, Beside, alive
 from wavetrain.runtime.checkpoint import (
     Checkpoint,
     begin,
@@ -41,7 +39,6 @@ from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.logs import versions
 from wavetrain.runtime.manifest import Manifest, Shard, pack, unpack
 from wavetrain.runtime.neighbours import Found, Neighbours
-from wavetrain.runtime.progress import Progress
 from wavetrain.runtime.tensorfile import Entry, common, write_shard
 from wavetrain.runtime.world import World, connect
 
@@ -50,8 +47,6 @@ FAILED = "failed: "  # a shard's facts are a mapping, so no rank can mean someth
 VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
-PATIENCE_S = 3600.0  # for all ranks to have written a checkpoint
-ALIVE_S = 0.5  # between signs of life of a rank that waits for one
 FROM_MEMORY = "memory"  # where a run goes on from, if not from a checkpoint's path
 
 
@@ -155,40 +150,6 @@ def _newest(job: Job, copy: Found | None) -> str:
     return "" if found is None else str(found.path)
 
 
-class _Beside:
-    """Work beside the steps, one piece at a time."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
-
-    def start(self, name: str, work: Callable[[], object]) -> None:
-        """Begin a piece; the one before must be finished."""
-        assert self._thread is None
-        self._thread = threading.Thread(target=self._guarded, args=(work,), name=name)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for what was begun; an error of it is raised here."""
-        if self._thread is not None:
-            until = time.monotonic() + PATIENCE_S
-            while self._thread.is_alive():
-                self._thread.join(ALIVE_S)
-                if time.monotonic() < until:
-                    self._progress.enter(self._progress.phase)  # slow disks are no hang
-            self._thread = None
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
-
-    def _guarded(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._failed = error
-
-
 class Saver:
     """Saves the state of one rank beside its steps: to checkpoints, which rank 0 publishes, and to memory."""
 
@@ -197,7 +158,7 @@ class Saver:
         self._job, self._world, self._learner = job, world, learner
         self._store = connect(world.place)  # its own: a thread waits on it
         self._store.set_timeout(timedelta(seconds=PATIENCE_S))
-        self._disk, self._memory = _Beside(world.progress), _Beside(world.progress)
+        self._disk, self._memory = Beside(world.progress), Beside(world.progress)
         self._known: set[Path] = set()  # checkpoints that this process has published
         self._neighbours: Neighbours | None = None
         if job.memory_every > 0:
@@ -206,10 +167,7 @@ class Saver:
 
     def resume(self) -> int:
         """The step to go on with: that of the newest checkpoint or copy in memory that is good, or 0. All call this."""
-        found: list[int] = []
-        self._disk.start("resume", lambda: found.append(self._resume()))  # it may take long: files are verified
-        self._disk.finish()
-        return found[0]
+        return alive(self._world.progress, self._resume)  # files are verified
 
     def _resume(self) -> int:
         job, world, neighbours = self._job, self._world, self._neighbours
@@ -218,7 +176,7 @@ class Saver:
             try:
                 self._store.set("resume", _newest(job, copy))
             except InputError as error:  # a report tells one line of a rank's error
-                raise RunError(": ".join(line.strip() for line in str(error).splitlines())) from None
+                raise RunError(one_line(error)) from None
         path = self._store.get("resume").decode()
         strike(job.faults, When.LOAD, rank=world.rank, attempt=world.place.attempt)
         if not path:
@@ -283,8 +241,9 @@ class Saver:
             except BaseException:
                 with suppress(RunError):  # what is told is why it failed, not what is left of it
                     discard(folder)
+                self._store.set(f"{key}/done", "")
                 raise
-            finally:
+            if done == self._job.steps:
                 self._store.set(f"{key}/done", "")
         elif failed or done == self._job.steps:  # the run ends with it: not before rank 0 has cleared up
             self._store.wait([f"{key}/done"])
@@ -293,7 +252,10 @@ class Saver:
 
     def _publish(self, root: Path, folder: Path, done: int) -> None:
         """On rank 0, of what all have written; the error of any of them is this one's."""
-        told = [self._store.get(f"checkpoint/{done}/{rank}").decode() for rank in range(self._world.size)]
+        keys = [f"checkpoint/{done}/{rank}" for rank in range(self._world.size)]
+        told = [self._store.get(key).decode() for key in keys]
+        for key in (*keys, f"checkpoint/{done}/folder"):  # all have read it; long runs would fill the store
+            self._store.delete_key(key)
         if failed := next((one for one in told if one.startswith(FAILED)), None):
             raise RunError(failed.removeprefix(FAILED))
         self._strike(When.PUBLISH, done)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wavetrain.base.errors import InputError, RunError
+from wavetrain.base.errors import InputError, RunError, one_line
 from wavetrain.runtime.checkpoint import WRITING
 from wavetrain.runtime.manifest import MOST_BYTES, Shard, pack, refuse, unpack
 from wavetrain.runtime.tensorfile import CHUNK, new_file, open_file, open_folder, read_bytes, writing, written
@@ -191,7 +191,7 @@ class Shelf:
                         refuse(str(path), "is not the file that was written: its SHA-256 is another")
                     return shard
         except InputError as error:
-            LOG.warning("not used: %s", ": ".join(line.strip() for line in str(error).splitlines()))
+            LOG.warning("not used: %s", one_line(error))
             self._forget(path)
             return None
 

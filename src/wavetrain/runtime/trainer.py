@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
@@ -14,6 +15,7 @@ import torch._dynamo  # optimizers import it: here once for all, or over a secon
 from wavetrain.base.codec import Json
 from wavetrain.base.units import format_bytes
 from wavetrain.model.model import Model
+from wavetrain.runtime.beside import alive
 from wavetrain.runtime.chunk import Batch, Chunk, Emulated
 from wavetrain.runtime.executor import Boundary, Executor, Moment
 from wavetrain.runtime.export import save_model
@@ -72,7 +74,7 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
         if saver is not None:
             saver.finish()
         if job.save is not None and isinstance(runner, Learner):
-            save_model(runner, world, job.save, config=job.config)
+            alive(world.progress, partial(save_model, runner, world, job.save, config=job.config))
         if saver is not None:
             saver.end()
         moments = done[-1].moments if done else []  # nothing was left to do

@@ -146,7 +146,7 @@ def _receive(hall: Store, place: Place, until: float) -> str:
         for rank in away:
             number = hall.get(f"hello/{rank}").decode() if hall.check([f"hello/{rank}"]) else ""
             if number != answered.get(rank, ""):
-                hall.set(f"answer/{rank}", f"{number} {own}")
+                hall.set(f"answer/{number}", own)
                 answered[rank] = number
         now = time.monotonic()
         if now > until:
@@ -159,16 +159,15 @@ def _receive(hall: Store, place: Place, until: float) -> str:
 
 def _arrive(hall: Store, place: Place, until: float) -> str:
     own = secrets.token_hex(8)
-    hall.set(f"hello/{place.rank}", own)
-    while True:
-        if hall.check([f"answer/{place.rank}"]):
-            number, agreed = hall.get(f"answer/{place.rank}").decode().split()
-            if number == own:
-                hall.set(f"here/{agreed}/{place.rank}", "")
-                return agreed
-        if time.monotonic() > until:
-            raise RunError(f"rank {place.rank}: rank 0 did not come to {place.host}:{place.port}")
-        time.sleep(RETRY_S)
+    try:
+        hall.set(f"hello/{place.rank}", own)
+        hall.wait([f"answer/{own}"], timedelta(seconds=until - time.monotonic()))
+        agreed = hall.get(f"answer/{own}").decode()
+        hall.set(f"here/{agreed}/{place.rank}", "")
+    except RuntimeError as error:  # torch's DistError is one
+        reason = str(error).partition("\n")[0]
+        raise RunError(f"rank {place.rank}: did not meet rank 0 at {place.host}:{place.port}: {reason}") from None
+    return agreed
 
 
 def _ranks_named(ranks: list[int]) -> str:
