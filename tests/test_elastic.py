@@ -92,18 +92,6 @@ def test_a_lost_host_is_planned_around_and_comes_back(tmp_path: Path, expected: 
     assert run.worlds() == [4, 2, 4]
 
 
-def test_a_killed_rank_is_started_again(tmp_path: Path, expected: list[float]) -> None:
-    run = Elastic(tmp_path, words(tmp_path, 16))
-    with elastic(run):
-        run.await_step(4)
-        os.kill(run.ranks(1)[0], signal.SIGKILL)
-        assert [run.end(host) for host in (0, 1)] == [0, 0], run.logs()
-    check_run(run, expected, 16)
-    assert run.worlds() == [4]
-    report = json.loads((run.out / "report.json").read_text())
-    assert (report["culprit"], report["cause"]) == (2, "exited")
-
-
 def test_restarts_in_a_row(tmp_path: Path, expected: list[float]) -> None:
     """Every attempt does one step more and loses another rank, in another phase; the last has none to lose."""
     whens = ("forward", "backward", "communication", "optimizer", "save", "publish", "load", "start")
@@ -120,17 +108,23 @@ def test_restarts_in_a_row(tmp_path: Path, expected: list[float]) -> None:
     assert len((tmp_path / "started").read_text().split()) == 4 * (IN_A_ROW + 1)
 
 
-def test_a_stopped_rank_is_found_ended_and_started_again(tmp_path: Path, expected: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("sent", "cause"), sample([(signal.SIGKILL, "exited"), (signal.SIGSTOP, "stopped")], 1, seed=2)
+)
+def test_a_rank_that_is_killed_or_stopped_is_started_again(
+    tmp_path: Path, expected: list[float], sent: signal.Signals, cause: str
+) -> None:
     run = Elastic(tmp_path, words(tmp_path, 16))
     with elastic(run):
         run.await_step(4)
-        stopped = run.ranks(0)[1]
-        os.kill(stopped, signal.SIGSTOP)
+        one = run.ranks(1)[0]
+        os.kill(one, sent)
         assert [run.end(host) for host in (0, 1)] == [0, 0], run.logs()
-        assert process_state(stopped) == "X"
+        assert process_state(one) == "X"
     check_run(run, expected, 16)
+    assert run.worlds() == [4]
     report = json.loads((run.out / "report.json").read_text())
-    assert (report["culprit"], report["cause"]) == (1, "stopped")
+    assert (report["culprit"], report["cause"]) == (2, cause)
 
 
 def cut_off(net: Network) -> None:

@@ -2,8 +2,10 @@
 
 import random
 from fractions import Fraction
+from itertools import product
 
 import pytest
+from tests.soak import sample
 
 from wavetrain.base.errors import InputError
 from wavetrain.schedule import SCHEDULES, Actions, Costs, Shape, derive, evaluate, lower_bound, verify
@@ -22,9 +24,9 @@ OPTIMA = {
 }
 
 
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize(("shape", "microbatches"), OPTIMA)
-def test_proven_optima(shape, microbatches, cap):
+@pytest.mark.parametrize(("problem", "cap"), sample(product(OPTIMA, CAPS), 8))
+def test_proven_optima(problem, cap):
+    shape, microbatches = problem
     placement = snake(4, 1) if shape == "snake" else loop(4, 2)
     costs = Costs.uniform(8)
     found = derive(placement, microbatches, costs, split=False, cap=Fraction(cap))
