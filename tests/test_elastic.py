@@ -92,6 +92,7 @@ def test_a_lost_host_is_planned_around_and_comes_back(tmp_path: Path, expected: 
     assert run.worlds() == [4, 2, 4]
 
 
+@pytest.mark.timeout(often(1800, 300))
 def test_restarts_in_a_row(tmp_path: Path, expected: list[float]) -> None:
     """Every attempt does one step more and loses another rank, in another phase; the last has none to lose."""
     whens = ("forward", "backward", "communication", "optimizer", "save", "publish", "load", "start")

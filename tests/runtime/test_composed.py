@@ -303,6 +303,7 @@ def run(model, plan, most=math.inf):
     run_local(work, plan.layout.num_devices).check()
 
 
+@pytest.mark.timeout(often(3600, 300))
 @settings(max_examples=DRAWS, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not SOAK)
 @given(cases())
 def test_drawn_layouts_train_like_one_process(case):
