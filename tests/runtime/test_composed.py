@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
