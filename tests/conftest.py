@@ -1,12 +1,13 @@
 """Shared by all tests: no network, one thread per process, and a way to run the command line."""
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,15 @@ class Ran:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Run a wavetrain command in this process."""
+def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
+    """Run a wavetrain command in this process; the root logger, which commands set up, is put back."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
 
     def run(*arguments: str) -> Ran:
         code = main(list(arguments))
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 
-    return run
+    yield run
+    root.handlers[:], root.level = handlers, level

@@ -1,7 +1,6 @@
 """Files of strangers, given to a run: refused with 2 and a reason; nothing is executed, time and memory are bounded."""
 
 import json
-import logging
 import os
 import pickle
 import time
@@ -30,15 +29,6 @@ Write = Callable[[Path, Path], None]  # given where, and a file that exists as s
 SECONDS = 30.0
 MIB = 1 << 20
 PLAN = json.loads(write_plan(small_plan(pp=2, microbatches=4, blocks=8, vocab=256)))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The command sets up the root logger; put it back."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def resident(key: str) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline of parts": {"pp": 2, "tp": 2, "schedule": "1f1b"},
     "sharded": {"dp": 2, "shard": "2"},
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The command sets up the root logger; put it back."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def made(family: str) -> nn.Module:

@@ -1,10 +1,9 @@
 """`wavetrain train`, as users call it."""
 
 import json
-import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,6 @@ from wavetrain.schedule import parse_text
 from wavetrain.timeline.chrome import read_chrome
 
 Run = Callable[..., Ran]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The command sets up the root logger; put it back."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = handlers, level
 
 
 def plan_file(tmp_path: Path, plan: Plan) -> str:

@@ -10,17 +10,13 @@ from tests.runtime.saved import LAYOUTS, STEPS, assert_same, job_for, plan_for, 
 from wavetrain.runtime.checkpoint import published
 
 
-def mounted(path, size, *, more=""):
-    options = f"size={size}{more}"
-    return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=False).returncode == 0
-
-
 @contextmanager
 def disk(path, size):
     """A small disk; only root may make one."""
-    path.mkdir()
-    if os.getuid() != 0 or not mounted(path, size):
+    if os.geteuid() != 0:  # CI is root and must run them
         pytest.skip("no right to mount a disk")
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
     try:
         yield path
     finally:

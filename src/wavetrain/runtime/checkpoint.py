@@ -51,14 +51,13 @@ from wavetrain.runtime.tensorfile import (
     Segment,
     common,
     copy_common,
-    new_file,
     open_file,
     open_folder,
+    put,
     read_bytes,
     read_offsets,
     unreadable,
     writing,
-    written,
 )
 
 LOG = logging.getLogger(__name__)
@@ -92,9 +91,7 @@ def publish(folder: Path, manifest: Manifest) -> Path:
     target = folder.parent / step_name(manifest.step)
     data = manifest_bytes(manifest)
     _refuse_unfinished(folder, manifest, data)
-    with new_file(folder / MANIFEST) as stream:
-        for _ in written(stream, data):
-            pass
+    put(folder / MANIFEST, data)
     with writing(target):
         sync(folder)
         if os.path.lexists(target):

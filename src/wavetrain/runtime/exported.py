@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,13 @@ import torch
 from wavetrain.base.errors import InputError, Problem
 from wavetrain.base.units import MIB
 from wavetrain.runtime.checkpoint import Checkpoint, opened, published, sync, verify
-from wavetrain.runtime.manifest import ITEM_BYTES, MANIFEST, refuse
+from wavetrain.runtime.manifest import ITEM_BYTES, MANIFEST, VALUE, header_bytes, refuse
 from wavetrain.runtime.places import Place
-from wavetrain.runtime.tensorfile import NAMES, new_file, open_file, open_folder, read_bytes, writing, written
+from wavetrain.runtime.tensorfile import NAMES, new_file, open_file, open_folder, put, read_bytes, write, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-VALUE = "value"
 MOST_FILE = 5_000_000_000  # bytes, as transformers has it
 MOST_CONFIG = 4 * MIB
 BLOCK = 32 * MIB  # what is held at once
@@ -74,9 +72,9 @@ def export_checkpoint(
         for file, own in files.items():
             _write(folder / file, found, own)
         if len(files) > 1:
-            _put(folder / INDEX, _index(files))
+            put(folder / INDEX, _index(files))
         if described is not None:
-            _put(folder / CONFIG, described)
+            put(folder / CONFIG, described)
         with writing(directory):
             sync(folder)
             folder.rename(directory)
@@ -153,31 +151,12 @@ def _described(config: Path) -> bytes:
 def _write(path: Path, found: Checkpoint, tensors: Sequence[_Tensor]) -> None:
     """A file of whole tensors, some rows at a time."""
     with new_file(path) as stream:
-        for _ in written(stream, _header(tensors)):
-            pass
+        named = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        write(stream, header_bytes(named, metadata={"format": "pt"}))
         for tensor in tensors:
             for place in _blocks(tensor.shape, BLOCK // ITEM_BYTES[tensor.dtype]):
                 block = found.read(tensor.name, VALUE, place)
-                for _ in written(stream, block.reshape(-1).view(torch.uint8).numpy().data):
-                    pass
-
-
-def _put(path: Path, data: bytes) -> None:
-    with new_file(path) as stream:
-        for _ in written(stream, data):
-            pass
-
-
-def _header(tensors: Sequence[_Tensor]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        offsets = [at, at + tensor.num_bytes]
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        at = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    return struct.pack("<Q", len(text)) + text
+                write(stream, block.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _blocks(shape: tuple[int, ...], most: int) -> Iterator[Place]:

@@ -26,6 +26,7 @@ from wavetrain.runtime.job import Job
 from wavetrain.runtime.manifest import (
     FILE,
     MOST_BYTES,
+    VALUE,
     Piece,
     Stored,
     checked_place,
@@ -74,7 +75,7 @@ class Imported:
         place = checked_place(place, shape)
         result = torch.empty(extents(place), dtype=DTYPES[dtype], device="cpu")
         if result.numel():
-            piece = Piece(name=name, kind="value", shape=shape, dtype=dtype, place=tuple(((0, n),) for n in shape))
+            piece = Piece(name=name, kind=VALUE, shape=shape, dtype=dtype, place=tuple(((0, n),) for n in shape))
             bits = result.view(BITS[result.element_size()]).numpy()
             with open_folder(self.directory) as folder, open_file(folder, held.file, size=held.size) as stream:
                 copy_common(stream, piece, common(piece.place, place), bits, at=at, where=str(held.file))

@@ -36,6 +36,7 @@ MOST_FACT = 1 << 128  # a seed or a counter has at most so many bits
 MOST_CELLS = 1 << 22  # of the grid that all cuts of a tensor make together
 
 # safetensors' names of number formats, and bytes per element
+VALUE = "value"  # the kind of what a model is; an optimizer's moments have others
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -415,13 +416,13 @@ def _pieces(kind: str, name: str, texts: object, known: _Known) -> Iterable[Piec
 # --- a shard's header: https://github.com/huggingface/safetensors#format ---
 
 
-def header_bytes(pieces: Iterable[Piece]) -> bytes:
-    """What a shard begins with; its tensors follow in this order, without a hole."""
-    header: Json = {}
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Json | None = None) -> bytes:
+    """What a file begins with, of keys, number formats and shapes; tensors follow in this order, without a hole."""
+    header: Json = {} if metadata is None else {"__metadata__": metadata}
     at = 0
-    for piece in pieces:
-        offsets = [at, at + piece.num_bytes]
-        header[piece.key] = {"dtype": piece.dtype, "shape": list(piece.extents), "data_offsets": offsets}
+    for key, dtype, shape in tensors:
+        offsets = [at, at + math.prod(shape) * ITEM_BYTES[dtype]]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         at = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned

@@ -37,14 +37,13 @@ from wavetrain.runtime.inject import When, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.logs import versions
-from wavetrain.runtime.manifest import Manifest, Shard, pack, unpack
+from wavetrain.runtime.manifest import VALUE, Manifest, Shard, pack, unpack
 from wavetrain.runtime.neighbours import Found, Neighbours
 from wavetrain.runtime.tensorfile import Entry, common, write_shard
 from wavetrain.runtime.world import World, connect
 
 LOG = logging.getLogger(__name__)
 FAILED = "failed: "  # a shard's facts are a mapping, so no rank can mean something else
-VALUE = "value"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
 FROM_MEMORY = "memory"  # where a run goes on from, if not from a checkpoint's path

@@ -31,7 +31,7 @@ from torch import Tensor
 from wavetrain.base.errors import InputError, RunError, one_line
 from wavetrain.runtime.checkpoint import WRITING
 from wavetrain.runtime.manifest import MOST_BYTES, Shard, pack, refuse, unpack
-from wavetrain.runtime.tensorfile import CHUNK, new_file, open_file, open_folder, read_bytes, writing, written
+from wavetrain.runtime.tensorfile import CHUNK, open_file, open_folder, put, read_bytes, writing
 
 LOG = logging.getLogger(__name__)
 FACTS = ".json"
@@ -135,9 +135,7 @@ class Shelf:
 
     def record(self, copy: Copy, shard: Shard) -> None:
         """From now on the shard is there."""
-        with new_file((self.folder(copy) / shard.file).with_suffix(FACTS)) as stream:
-            for _ in written(stream, _sealed(pack(shard).encode())):
-                pass
+        put((self.folder(copy) / shard.file).with_suffix(FACTS), _sealed(pack(shard).encode()))
 
     def publish(self, copy: Copy) -> None:
         """A copy is whole on all hosts: what was before it may go. Ranks may be writing the next one already."""

@@ -122,7 +122,7 @@ def _pieces_of(entries: Iterable[Entry]) -> dict[Piece, Tensor]:
 def _contents(tensors: Mapping[Piece, Tensor]) -> Iterator[Buffer]:
     """The bytes of a shard's file, a tensor at a time."""
     in_file = sorted(tensors, key=lambda piece: -ITEM_BYTES[piece.dtype])  # keeps every tensor aligned
-    yield header_bytes(in_file)
+    yield header_bytes((piece.key, piece.dtype, piece.extents) for piece in in_file)
     for piece in in_file:
         yield tensors[piece].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -134,6 +134,19 @@ def written(stream: int, data: Buffer) -> Iterator[memoryview]:
         done = os.write(stream, rest[:CHUNK])
         yield rest[:done]
         rest = rest[done:]
+
+
+def put(path: Path, *parts: Buffer) -> None:
+    """A file that was not there, of these bytes."""
+    with new_file(path) as stream:
+        for data in parts:
+            write(stream, data)
+
+
+def write(stream: int, data: Buffer) -> None:
+    """All of it."""
+    for _ in written(stream, data):
+        pass
 
 
 @contextmanager
