@@ -12,7 +12,6 @@ Nothing here knows of training or of other ranks. The format's page is docs/chec
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -46,11 +45,11 @@ from wavetrain.runtime.manifest import (
 from wavetrain.runtime.places import Place
 from wavetrain.runtime.tensorfile import (
     BITS,
-    CHUNK,
     DTYPES,
     Segment,
     common,
     copy_common,
+    digest_of,
     open_file,
     open_folder,
     put,
@@ -307,19 +306,12 @@ def _faults(folder: int, path: Path, shard: Shard, digests: bool) -> list[Proble
     where = str(path / shard.file)
     try:
         with open_file(folder, path / shard.file, size=shard.size) as stream:
-            if digests and _digest(stream, shard.size, where) != shard.sha256:
+            if digests and digest_of(stream, shard.size, where) != shard.sha256:
                 refuse(where, "is not the file that was written: its SHA-256 is not the manifest's")
             read_offsets(stream, shard, where)
     except InputError as error:
         return list(error.problems)
     return []
-
-
-def _digest(stream: int, size: int, where: str) -> str:
-    digest = hashlib.sha256()
-    for at in range(0, size, CHUNK):
-        digest.update(read_bytes(stream, at, min(CHUNK, size - at), where))
-    return digest.hexdigest()
 
 
 # --- reading ---

@@ -20,7 +20,6 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch import Tensor
 from wavetrain.base.errors import InputError, RunError, one_line
 from wavetrain.runtime.checkpoint import WRITING
 from wavetrain.runtime.manifest import MOST_BYTES, Shard, pack, refuse, unpack
-from wavetrain.runtime.tensorfile import CHUNK, open_file, open_folder, put, read_bytes, writing
+from wavetrain.runtime.tensorfile import digest_of, open_file, open_folder, put, read_bytes, writing
 
 LOG = logging.getLogger(__name__)
 FACTS = ".json"
@@ -182,10 +181,7 @@ class Shelf:
                 if shard.file != file:
                     refuse(str(path), f"its facts are of {shard.file}")
                 with open_file(folder, path, size=shard.size) as stream:
-                    digest = hashlib.sha256()
-                    for data in _chunks(stream, shard.size, str(path)):
-                        digest.update(data)
-                    if digest.hexdigest() != shard.sha256:
+                    if digest_of(stream, shard.size, str(path)) != shard.sha256:
                         refuse(str(path), "is not the file that was written: its SHA-256 is another")
                     return shard
         except InputError as error:
@@ -208,11 +204,6 @@ def _facts(folder: int, path: Path) -> Shard:
     if data != _sealed(text):
         refuse(str(path), "is cut or changed: it must end with its own SHA-256")
     return unpack(text.decode())
-
-
-def _chunks(stream: int, size: int, where: str) -> Iterator[bytearray]:
-    for at in range(0, size, CHUNK):
-        yield read_bytes(stream, at, min(CHUNK, size - at), where)
 
 
 def open_shelf(path: Path) -> Shelf:

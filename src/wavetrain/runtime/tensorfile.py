@@ -136,11 +136,10 @@ def written(stream: int, data: Buffer) -> Iterator[memoryview]:
         rest = rest[done:]
 
 
-def put(path: Path, *parts: Buffer) -> None:
+def put(path: Path, data: Buffer) -> None:
     """A file that was not there, of these bytes."""
     with new_file(path) as stream:
-        for data in parts:
-            write(stream, data)
+        write(stream, data)
 
 
 def write(stream: int, data: Buffer) -> None:
@@ -232,6 +231,14 @@ def _numbered(ranges: tuple[Range, ...]) -> list[tuple[int, int, int]]:
     """Ranges in the order of the whole, each with where it begins in the local tensor."""
     begins = accumulate((stop - start for start, stop in ranges), initial=0)
     return sorted((start, stop, begin) for (start, stop), begin in zip(ranges, begins, strict=False))
+
+
+def digest_of(stream: int, size: int, where: str) -> str:
+    """The SHA-256 of a file of this size."""
+    digest = hashlib.sha256()
+    for at in range(0, size, CHUNK):
+        digest.update(read_bytes(stream, at, min(CHUNK, size - at), where))
+    return digest.hexdigest()
 
 
 def read_offsets(stream: int, shard: Shard, where: str) -> dict[str, int]:
