@@ -46,7 +46,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from wavetrain.base.units import DType
 from wavetrain.cluster import Cluster, Device, Group, Network, Node, Rates, load_cluster, write_cluster
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import Laws, load_laws
 from wavetrain.model import Architecture, Model
 from wavetrain.model.architecture import Stretch
 from wavetrain.model.transformer import build

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from wavetrain.cluster import load_cluster
-from wavetrain.cost.laws import load_laws
+from wavetrain.cluster.laws import load_laws
 from wavetrain.model import load_model
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Layout

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from wavetrain.base.units import DType
+from wavetrain.cluster.laws import load_laws
 from wavetrain.cluster.read import load_cluster
-from wavetrain.cost.laws import load_laws
 from wavetrain.model.model import Layer, Model, Run
 from wavetrain.model.operator import Linear
 from wavetrain.model.read import load_model

@@ -6,8 +6,8 @@ What it uses: the scored and timed rows of the tables given, priced by `sim.esti
 them. It minimises the mean over sets (see `set_name`) of the mean absolute logarithmic
 error in percent, plus a penalty for leaving the starting values, which were measured on single kernels or published:
 (log(value / start) / spread)^2 each. Sets are weights only; no constant belongs to one. `--leave-out` repeats the fit
-without each source in turn and prints the error on what was left out. `--write` puts the values into `cost/laws.yaml`
-and the device files.
+without each source in turn and prints the error on what was left out. `--write` puts the values into
+`cluster/laws.yaml` and the device files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from wavetrain.cluster.cluster import Device
-from wavetrain.cost.kernels import TRAFFICS
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import TRAFFICS, Laws, load_laws
 from wavetrain.plan.plan import Plan
 from wavetrain.sim.batch import Batch
 from wavetrain.sim.estimate import estimate
@@ -291,7 +290,7 @@ def left_out_page(data: Data, values: dict[str, float], left_out: dict[str, np.n
 def write(values: dict[str, float]) -> None:
     """Put fitted values where the package reads them; each keeps its place in the file."""
     package = Path(__file__).parent.parent / "src" / "wavetrain"
-    path = package / "cost" / "laws.yaml"
+    path = package / "cluster" / "laws.yaml"
     lines, section = path.read_text(encoding="utf-8").splitlines(), ""
     for i, line in enumerate(lines):
         key = line.split(":")[0].strip()

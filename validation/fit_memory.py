@@ -5,7 +5,7 @@
 What it uses: rows of the tables with status ok or OOM in tables that have both, and rows with `peak_mem_gb`. It tries a
 grid around values measured elsewhere (24 bytes per logit; 10 % fragmentation) and prints the share of runs rightly said
 to fit for the best, with the mean error of peak memory, which hardly depends on them. It writes nothing: the values in
-`cost/laws.yaml` are the best of such a run on 517 layouts of Aleph Alpha, rounded.
+`cluster/laws.yaml` are the best of such a run on 517 layouts of Aleph Alpha, rounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import Laws, load_laws
 from wavetrain.plan.plan import Plan
 from wavetrain.sim.batch import Batch
 from wavetrain.sim.gather import gather_all

@@ -181,7 +181,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     elementwise: Annotated[str | None, typer.Option(help="fused, compiled or eager; fused.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8; bf16.")] = None,
     gradients: Annotated[str | None, typer.Option(help="Format gradients are reduced in; fp32.")] = None,
-    overlap: Annotated[str | None, typer.Option(help="Of gradients,tensor,messages or none; gradients.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="Of gradients,tensor,messages or none; as the cluster has it.")
+    ] = None,
     megatron: Annotated[str | None, typer.Option(help="Flags of a Megatron-LM run, quoted.")] = None,
     deepspeed: Annotated[Path | None, typer.Option(help="A DeepSpeed config file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto.")] = None,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from wavetrain.base.units import DType
 from wavetrain.cluster import load_cluster
+from wavetrain.cluster.laws import load_laws
 from wavetrain.cost.kernels import Phase, Split
-from wavetrain.cost.laws import load_laws
 from wavetrain.cost.layers import Case, kernel_seconds, layer_facts, layer_seconds, local_parameters
 from wavetrain.model import load_model
 from wavetrain.model.operator import Attention, Work, num_parameters

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wavetrain.cluster import device_names, load_cluster
-from wavetrain.cost.laws import load_laws
+from wavetrain.cluster.laws import load_laws
 from wavetrain.cost.power import COMMUNICATING, WAITING, device_watts
 from wavetrain.sim.breakdown import TERMS
 

@@ -27,8 +27,8 @@ from torch import nn
 from wavetrain.base.errors import RunError
 from wavetrain.base.units import DType
 from wavetrain.cluster import load_cluster
+from wavetrain.cluster.laws import load_laws
 from wavetrain.commands.train_run import job_of
-from wavetrain.cost.laws import load_laws
 from wavetrain.plan import Choice, Layout, OperatorChoice, Plan, Precision
 from wavetrain.plan.check import check
 from wavetrain.plan.plan import EVERY, num_stages

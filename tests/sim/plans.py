@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from wavetrain.base.units import DType
 from wavetrain.cluster import load_cluster
 from wavetrain.cluster.cluster import Cluster, Rates
-from wavetrain.cost.laws import load_laws
+from wavetrain.cluster.laws import load_laws
 from wavetrain.model import load_model
 from wavetrain.model.model import Layer, Model
 from wavetrain.model.operator import NOTHING, Elementwise

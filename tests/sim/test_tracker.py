@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from tracked import WIDTH, Block, Stack, layer_of, plan_for, stack, tracked
 
-from wavetrain.cost.laws import load_laws
+from wavetrain.cluster.laws import load_laws
 from wavetrain.model.operator import Linear, Work
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import memory

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from wavetrain.base.units import DType
+from wavetrain.cluster.laws import Laws, load_laws
 
 MOST_NODES = 10_000_000
 
@@ -68,6 +69,17 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Achieved:
+    """What one kind of collective achieves over links, where that is not what the others do."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all, send
+    efficiency: float  # these as in `Tier`
+    latency_s: float
+    start_s: float
+    ramp_s: float
+
+
+@dataclass(frozen=True)
 class Tier:
     """A level of the network: groups of `size` devices, from the innermost out."""
 
@@ -85,6 +97,15 @@ class Tier:
     relay_s: float | None = None  # a step inside this tier of a ring that goes on beyond it; None: as latency_s
     multicast: float = 0.0  # share of the achieved rate when the switch reduces (NVLS); 0 = it can't
     pair_bytes_per_s: float | None = None  # direct links: what a pair alone has; None = a switch
+    kinds: tuple[Achieved, ...] = ()  # of collectives that differ
+
+    def of(self, kind: str) -> Tier:
+        """This tier as a kind of collective finds it."""
+        for own in self.kinds:
+            if own.kind == kind:
+                found = replace(self, efficiency=own.efficiency, latency_s=own.latency_s, kinds=())
+                return replace(found, start_s=own.start_s, ramp_s=own.ramp_s)
+        return self
 
 
 @dataclass(frozen=True)
@@ -102,6 +123,7 @@ class Network:
     start_s: float = START_S
     ramp_s: float = RAMP_S
     congestion: float = 0.0
+    kinds: tuple[Achieved, ...] = ()  # as in `Tier`
 
 
 @dataclass(frozen=True)
@@ -140,6 +162,12 @@ class Cluster:
     name: str
     groups: tuple[Group, ...]
     sources: tuple[Source, ...] = ()
+    own_laws: Laws | None = None  # constants of the software there; None: those that ship
+    overlap: tuple[str, ...] = ("gradients",)  # what travels beside compute, where a plan does not say
+
+    @property
+    def laws(self) -> Laws:
+        return self.own_laws or load_laws()
 
     @property
     def num_nodes(self) -> int:
@@ -183,11 +211,15 @@ class Cluster:
         node, base = self.node, self.name.partition(":")[0]
         count, rest = divmod(num_devices, node.num_devices)
         if not rest:
-            return Cluster(base if count == 1 else f"{base}:{count}", (Group(node, count),), self.sources)
+            return Cluster(base if count == 1 else f"{base}:{count}", (Group(node, count),), *self._beside)
         if count:
             raise ValueError(f"{num_devices} devices are not whole nodes of {node.num_devices}")
         some = replace(node, num_devices=num_devices)
-        return Cluster(f"{base} ({num_devices} of {node.num_devices} devices)", (Group(some, 1),), self.sources)
+        return Cluster(f"{base} ({num_devices} of {node.num_devices} devices)", (Group(some, 1),), *self._beside)
+
+    @property
+    def _beside(self) -> tuple[tuple[Source, ...], Laws | None, tuple[str, ...]]:
+        return self.sources, self.own_laws, self.overlap
 
     @property
     def usd_per_hour(self) -> float:
@@ -226,6 +258,7 @@ def _network_tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:
         ramp_s=network.ramp_s,
         congestion=network.congestion,
         tree=network.tree,
+        kinds=network.kinds,
     )
     if pod == num_nodes:
         return (fabric,)

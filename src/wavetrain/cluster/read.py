@@ -29,6 +29,7 @@ from wavetrain.cluster.cluster import (
     NETWORK_EFFICIENCY,
     RAMP_S,
     START_S,
+    Achieved,
     AttentionRates,
     Cluster,
     Device,
@@ -39,7 +40,10 @@ from wavetrain.cluster.cluster import (
     Source,
     Tier,
 )
+from wavetrain.cluster.laws import read_laws
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+OVERLAPS = ("gradients", "tensor", "messages")  # what may travel beside compute
 MOST_DEVICES = 100_000  # in one node or one tier
 MOST_GROUPS = 1000
 IDENTIFYING = ("node", "nodes", "groups", "device", "devices", "tiers")  # keys only a cluster has
@@ -63,6 +67,9 @@ def read_cluster(doc: Doc) -> Cluster:
     """Read a cluster from a parsed document: a cluster with nodes or groups, or a single node type."""
     f = Fields(doc)
     name = f.text("name", default=Path(doc.file).stem)
+    laws = read_laws(f.section("laws")) if f.has("laws") else None
+    overlap = _overlap(f)
+    f.has("raw")  # what was measured, for people; see docs/measure.md
     if f.has("groups"):
         for key in ("nodes", "node"):
             if f.has(key):
@@ -85,7 +92,18 @@ def read_cluster(doc: Doc) -> Cluster:
         remedy = "give network: {name: ethernet, nics: 1, nic_gbit_per_s: 100, latency_us: 14}"
         f.complain("network", rule, remedy=remedy)
     f.finish()
-    return Cluster(name, groups, tuple(Source(key, source) for key, source in f.sources.items()))
+    return Cluster(name, groups, tuple(Source(key, source) for key, source in f.sources.items()), laws, overlap)
+
+
+def _overlap(f: Fields) -> tuple[str, ...]:
+    """What the software there does beside compute."""
+    if not f.has("overlap"):
+        return Cluster.overlap
+    items = f.list_of("overlap", most=len(OVERLAPS))
+    found = tuple(str(item.value) for item in items)
+    if not set(found) <= set(OVERLAPS):
+        f.complain("overlap", "must be words for what travels beside compute", legal=OVERLAPS)
+    return found
 
 
 # --- the catalog ---
@@ -292,10 +310,33 @@ def _tier(f: Fields) -> Tier:
         tree=f.flag("tree", default=True),
         relay_s=None if relay is None else shifted(relay, -6),
         pair_bytes_per_s=None if pair is None else shifted(pair, 9),
+        kinds=_kinds(f, LINK_EFFICIENCY),
         **_collective(f, efficiency=LINK_EFFICIENCY),
     )
     f.check_unknown()
     return tier
+
+
+def _kinds(f: Fields, efficiency: float) -> tuple[Achieved, ...]:
+    """Collectives that achieve something else; what they leave out is as in the tier."""
+    if not f.has("collectives"):
+        return ()
+    own, usual, made = f.section("collectives"), _collective(f, efficiency=efficiency), []
+    latency_us = f.number("latency_us", most=1e9)
+    for kind in KINDS:
+        if own.has(kind):
+            one = own.section(kind)
+            achieved = Achieved(
+                kind=kind,
+                efficiency=one.number("efficiency", least=0.001, most=100.0, default=usual["efficiency"]),
+                latency_s=shifted(one.number("latency_us", most=1e9, default=latency_us), -6),
+                start_s=shifted(one.number("start_us", most=1e9, default=shifted(usual["start_s"], 6)), -6),
+                ramp_s=shifted(one.number("ramp_us", most=1e9, default=shifted(usual["ramp_s"], 6)), -6),
+            )
+            one.check_unknown()
+            made.append(achieved)
+    own.check_unknown()
+    return tuple(made)
 
 
 def _collective(f: Fields, *, efficiency: float) -> dict[str, float]:
@@ -317,6 +358,7 @@ def _network(f: Fields) -> Network:
         tree=f.flag("tree", default=True),
         pod_nodes=f.whole("pod_nodes", most=MOST_NODES, default=None),
         oversubscription=f.number("oversubscription", least=1.0, most=1000.0, default=1.0),
+        kinds=_kinds(f, NETWORK_EFFICIENCY),
         **_collective(f, efficiency=NETWORK_EFFICIENCY),
     )
     if f.good("pod_nodes", "oversubscription") and network.oversubscription > 1 and network.pod_nodes is None:

@@ -11,15 +11,22 @@ import yaml
 from wavetrain.base.document import reads_as_text
 from wavetrain.base.units import GIB, shifted
 from wavetrain.cluster.cluster import Cluster, Device, Network, Node, Tier
+from wavetrain.cluster.laws import write_laws
 
 
-def write_cluster(cluster: Cluster, path: Path) -> None:
-    """Write a complete cluster file; nothing in it refers to the catalog."""
+def write_cluster(cluster: Cluster, path: Path, *, raw: dict[str, Any] | None = None) -> None:
+    """Write a complete cluster file; nothing in it refers to the catalog. `raw` is what its numbers were found from."""
     sources = {source.key: source.source for source in cluster.sources}
     groups = [{"nodes": group.count, "node": _node(group.node)} for group in cluster.groups]
     data: dict[str, Any] = {"name": cluster.name}
     as_groups = len(groups) > 1 or any(key.startswith("groups") for key in sources)
     data |= {"groups": groups} if as_groups else groups[0]
+    if cluster.own_laws is not None:
+        data["laws"] = write_laws(cluster.own_laws)
+    if cluster.overlap != Cluster.overlap:
+        data["overlap"] = list(cluster.overlap)
+    if raw is not None:
+        data["raw"] = raw
     text = yaml.dump(_cited(data, "", sources), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     path.write_text(text, encoding="utf-8")
 
@@ -90,6 +97,7 @@ def _tier(tier: Tier) -> dict[str, Any]:
         "multicast": tier.multicast,
         "tree": tier.tree,
         **_collective(tier),
+        **_kinds(tier),
     }
     if tier.relay_s is not None:
         data["relay_us"] = shifted(tier.relay_s, 6)
@@ -107,6 +115,20 @@ def _collective(links: Tier | Network) -> dict[str, float]:
     }
 
 
+def _kinds(links: Tier | Network) -> dict[str, Any]:
+    """Collectives that achieve something else."""
+    rows = {
+        own.kind: {
+            "efficiency": own.efficiency,
+            "latency_us": shifted(own.latency_s, 6),
+            "start_us": shifted(own.start_s, 6),
+            "ramp_us": shifted(own.ramp_s, 6),
+        }
+        for own in links.kinds
+    }
+    return {"collectives": rows} if rows else {}
+
+
 def _network(network: Network) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": network.name,
@@ -115,6 +137,7 @@ def _network(network: Network) -> dict[str, Any]:
         "latency_us": shifted(network.latency_s, 6),
         "tree": network.tree,
         **_collective(network),
+        **_kinds(network),
     }
     if network.pod_nodes:
         data |= {"pod_nodes": network.pod_nodes, "oversubscription": network.oversubscription}

@@ -187,7 +187,7 @@ def _software(given: Mapping[str, Any], model: Model | None, cluster: Cluster | 
         cluster = load_cluster(STAND_IN_CLUSTER)  # that a plan is for equal nodes is said by the question
     stated = {name[2:]: given[name] for name in SOFTWARE if name in given and name != "--recompute"}
     stated.setdefault("precision", str(precision_for(cluster.device).products))
-    stated["overlap"] = _words(given, "--overlap") or ("gradients",)
+    stated["overlap"] = _words(given, "--overlap") or None
     return plan_of(Request(model=model, cluster=cluster.part(1), global_batch=1, **stated))
 
 

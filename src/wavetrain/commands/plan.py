@@ -52,7 +52,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     elementwise: Annotated[str | None, typer.Option(help="fused, compiled or eager; fused.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or fp8; what the device has.")] = None,
     gradients: Annotated[str | None, typer.Option(help="Format gradients are reduced in; fp32.")] = None,
-    overlap: Annotated[str | None, typer.Option(help="Of gradients,tensor,messages or none; gradients.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="Of gradients,tensor,messages or none; as the cluster has it.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds; then the best so far, as after Ctrl-C.")] = None,
     no_mix: Annotated[bool | None, typer.Option("--no-mix", help="The same choice for all blocks.")] = None,
     frontier: Annotated[bool | None, typer.Option("--frontier", help="Also plans that need less.")] = None,

@@ -256,7 +256,7 @@ def seconds(
 
     A group of one rank and a tensor of no bytes take 0.0.
     """
-    group = reaches(span, tiers)
+    group = reaches(span, [tier.of(kind) for tier in tiers])
     size = np.asarray(num_bytes, dtype=np.float64)
     if not group:
         return np.zeros(size.shape)[()]
@@ -270,7 +270,7 @@ def seconds(
 
 def fastest(kind: Collective, num_bytes: float, span: Span, tiers: Sequence[Tier]) -> tuple[float, str]:
     """Seconds of one collective and the name of the algorithm that NCCL would choose, the first of equals."""
-    group, size = reaches(span, tiers), np.asarray(num_bytes, dtype=np.float64)
+    group, size = reaches(span, [tier.of(kind) for tier in tiers]), np.asarray(num_bytes, dtype=np.float64)
     names = NCCL_CHOICES[kind]
     if not group or group[-1].outer <= 1 or size <= 0:
         return 0.0, names[0]

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wavetrain.cluster.laws import TRAFFICS, Traffic
 from wavetrain.model.model import Layer
 from wavetrain.model.operator import (
     Attention,
@@ -44,26 +45,6 @@ class Phase(IntEnum):
     W = 2
 
 
-class Traffic(StrEnum):
-    """Classes of memory-bound work, told apart by the bytes they move per element."""
-
-    NORM = "norm"
-    NORM_EAGER = "norm-eager"
-    ACTIVATION = "activation"
-    GATED = "gated"
-    RESIDUAL = "residual"
-    RESIDUAL_EAGER = "residual-eager"
-    DROPOUT = "dropout"
-    ROTARY = "rotary"
-    SOFTMAX = "softmax"
-    SOFTMAX_EAGER = "softmax-eager"
-    SCORE_DROPOUT = "score-dropout"
-    LOOKUP = "lookup"
-    LOGITS = "logits"
-    CAST = "cast"
-    OTHER = "other"
-
-
 class Sort(IntEnum):
     """Which law prices a kernel."""
 
@@ -73,7 +54,6 @@ class Sort(IntEnum):
     STREAM = 3  # memory-bound
 
 
-TRAFFICS = tuple(Traffic)
 _TRAFFIC_INDEX = {name: number for number, name in enumerate(TRAFFICS)}
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Device
+from wavetrain.cluster.laws import TRAFFICS, Laws, Traffic
 from wavetrain.cost.compute import Units, gemm_seconds, peak_rate, stream_seconds
-from wavetrain.cost.kernels import TRAFFICS, Kernel, Phase, Sort, Split, Table, Traffic, kernels, table
-from wavetrain.cost.laws import Laws
+from wavetrain.cost.kernels import Kernel, Phase, Sort, Split, Table, kernels, table
 from wavetrain.model.model import Layer
 from wavetrain.model.operator import (
     Attention,

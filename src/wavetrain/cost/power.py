@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wavetrain.cluster.cluster import Device
-from wavetrain.cost.laws import Laws
+from wavetrain.cluster.laws import Laws
 
 WAITING = ("bubble", "transfer", "stragglers", "host")
 COMMUNICATING = ("tensor", "context", "sharding", "reduction", "gather")

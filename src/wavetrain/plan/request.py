@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster
+from wavetrain.cluster.read import OVERLAPS
 from wavetrain.model.limits import divisors
 from wavetrain.model.model import Model
 from wavetrain.plan.check import check
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
-from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, Stack
+from wavetrain.plan.stack import AttentionImpl, Fusion, Precision, stack_with
 from wavetrain.schedule.schedules import SCHEDULES
 
 SHARD_WORDS = ("dp", "node", "none")
-OVERLAPS = ("gradients", "tensor", "messages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Request:
     elementwise: str = "fused"
     precision: str = "bf16"
     gradients: str = "fp32"
-    overlap: tuple[str, ...] = ("gradients",)
+    overlap: tuple[str, ...] | None = None  # None: what the cluster's software does
 
 
 def plan_of(request: Request) -> Plan:
@@ -58,9 +58,10 @@ def plan_of(request: Request) -> Plan:
     elementwise = _word("--elementwise", request.elementwise, tuple(Fusion), problems)
     products = _word("--precision", request.precision, ("bf16", "fp16", "fp32", "fp8"), problems)
     gradients = _word("--gradients", request.gradients, ("fp32", "bf16", "fp16"), problems)
-    for word in request.overlap:
+    overlap = request.cluster.overlap if request.overlap is None else request.overlap
+    for word in overlap:
         _word("--overlap", word, (*OVERLAPS, "none"), problems)
-    if "none" in request.overlap and len(request.overlap) > 1:
+    if "none" in overlap and len(overlap) > 1:
         problems.append(Problem(where="--overlap", rule="none means nothing beside other words"))
     group = _group(request, layout, problems)
     if layout.pp > request.model.num_layers:
@@ -77,13 +78,11 @@ def plan_of(request: Request) -> Plan:
         seq_len=request.seq_len or request.model.seq_len,
         recompute=Recompute(recompute),
         choice=Choice(shard=group, keep=request.keep),
-        stack=Stack(
+        stack=stack_with(
+            overlap,
             attention=AttentionImpl(attention),
             elementwise=Fusion(elementwise),
             norm=Fusion(elementwise),
-            gradient_overlap="gradients" in request.overlap,
-            tensor_overlap="tensor" in request.overlap,
-            message_overlap="messages" in request.overlap,
         ),
         precision=Precision(compute=compute, products=DType(products), gradients=DType(gradients)),
     )

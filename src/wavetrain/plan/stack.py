@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from wavetrain.base.units import DType
 
@@ -46,6 +48,16 @@ class Stack:
     bucket_bytes: float | None = None  # gradients are reduced in pieces of this size; None: each rank's at once
     kept_copies: float = 1.0  # of what stays gathered; 3 where it is one unit, with its gradient and a staging buffer
     barrier: bool = True  # all ranks wait for each other before the optimizer step (not so in zero bubble's)
+
+
+def stack_with(overlap: Collection[str], **more: Any) -> Stack:
+    """A stack in which these (of `OVERLAPS`) travel beside compute."""
+    return Stack(
+        gradient_overlap="gradients" in overlap,
+        tensor_overlap="tensor" in overlap,
+        message_overlap="messages" in overlap,
+        **more,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster
 from wavetrain.model.model import Model
-from wavetrain.plan.stack import Precision
+from wavetrain.plan.stack import Precision, stack_with
 from wavetrain.planner.progress import Watch, to_log
 from wavetrain.planner.question import FAMILIES, Objective, Pins, Question, precision_for
 from wavetrain.planner.search import Answer
@@ -54,6 +54,8 @@ def question(model: Model, cluster: Cluster, *, global_batch: int, **options: An
     stated = {name: value for name, value in options.items() if name in own}
     stated["objective"] = Objective(stated.get("objective", Objective.THROUGHPUT))
     stated.setdefault("seq_len", model.seq_len)
+    stated.setdefault("laws", cluster.laws)
+    stated.setdefault("stack", stack_with(cluster.overlap))
     stated.setdefault("precision", precision_for(cluster.device))
     if isinstance(stated["precision"], str):
         stated["precision"] = _precision(stated["precision"])

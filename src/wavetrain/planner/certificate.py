@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from wavetrain.cluster.cluster import Cluster, Group
-from wavetrain.cost.laws import load_laws
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
 from wavetrain.plan.read import canonical, write_plan
@@ -114,7 +113,7 @@ def reasons_against(plan: Plan, made: Json) -> Iterator[str]:
     if digest(plan, made) != made["digest"]:
         yield "the digest is not that of this plan and certificate: one of them was changed"
     question = question_of(plan, made)
-    seen = outline(plan, load_laws())
+    seen = outline(plan, plan.cluster.laws)
     for name, said, found in (
         ("step_s", made["step_s"], seen.step_s),
         ("needed_bytes", made["needed_bytes"], seen.needed_bytes),

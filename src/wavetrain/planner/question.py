@@ -10,7 +10,7 @@ import numpy as np
 
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster, Device
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import Laws, load_laws
 from wavetrain.model.model import Model
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wavetrain.base.units import DType
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import Laws
 from wavetrain.plan.check import check
 from wavetrain.plan.cut import even_cut
 from wavetrain.plan.layout import Choice, Layout, Recompute
@@ -29,7 +29,7 @@ class Remedy:
 
 def remedies(plan: Plan, laws: Laws | None = None, *, most: int = 3) -> list[Remedy]:
     """The changes that make a plan fit, fastest first: one thing each, or two where one is not enough."""
-    laws = laws or load_laws()
+    laws = laws or plan.cluster.laws
     single = list(_legal(_changes(plan)))
     found = list(_fitting(single, laws))
     if len(found) < most:

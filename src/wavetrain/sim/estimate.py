@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from wavetrain.cluster.laws import Laws
 from wavetrain.cost.collective import Collective, Span, seconds
 from wavetrain.cost.compute import stream_seconds
-from wavetrain.cost.laws import Laws
 from wavetrain.cost.layers import LayerSeconds, layer_seconds
 from wavetrain.cost.overlap import exposed
 from wavetrain.sim.batch import Batch, Sharded

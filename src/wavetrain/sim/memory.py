@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wavetrain.cost.laws import Laws
+from wavetrain.cluster.laws import Laws
 from wavetrain.cost.memory import Blocks, Passage, Unit, kept_bytes, recomputed_bytes, state_bytes, working_bytes
 from wavetrain.plan.stack import Fusion
 from wavetrain.sim.batch import Batch, Flags, Numbers

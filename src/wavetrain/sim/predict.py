@@ -11,8 +11,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.cluster.laws import Laws
 from wavetrain.cost.compute import peak_rate
-from wavetrain.cost.laws import Laws, load_laws
 from wavetrain.cost.money import usd_per_million_tokens
 from wavetrain.cost.power import device_watts
 from wavetrain.model.operator import Attention, Work
@@ -82,7 +82,7 @@ class Simulation:
 
 def simulate(plan: Plan, laws: Laws | None = None) -> Prediction:
     """Simulate one step of a plan."""
-    laws = laws or load_laws()
+    laws = laws or plan.cluster.laws
     batch = gather([plan])
     found = estimate(batch, laws)
     run = play(plan, batch, found, laws)
@@ -229,7 +229,7 @@ def to_run(plan: Plan, laws: Laws | None = None) -> tuple[Actions, tuple[StageTi
     """What one pipeline of a plan does, and how long each stage's actions are predicted to take."""
     _refuse_endless(plan)
     batch = gather([plan])
-    times = stage_times(plan, batch, estimate(batch, laws or load_laws()))
+    times = stage_times(plan, batch, estimate(batch, laws or plan.cluster.laws))
     return plan_actions(plan, times), times
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from wavetrain.cost.laws import Laws
+from wavetrain.cluster.laws import Laws
 from wavetrain.cost.memory import Blocks, Passage, Unit, walked_bytes
 from wavetrain.plan.plan import Plan
 from wavetrain.schedule.action import COMPUTE, Action, Actions, Kind

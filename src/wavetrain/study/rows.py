@@ -20,8 +20,8 @@ from wavetrain.base.document import read_text
 from wavetrain.base.errors import InputError, Problem, nearest
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster, Node
+from wavetrain.cluster.laws import load_laws
 from wavetrain.cluster.read import device_names, load_cluster, node_names
-from wavetrain.cost.laws import load_laws
 from wavetrain.model.architecture import Architecture, Stretch
 from wavetrain.model.model import Model
 from wavetrain.model.transformer import build

@@ -1,18 +1,45 @@
 """`Laws`: the constants of training software that the laws need, read from `laws.yaml`; those of hardware are devices'.
 
 They were fitted together on published step times by `validation/fit.py`, starting from the values measured for single
-kernels; none belongs to a source, a model or a cluster.
+kernels; none belongs to a source or a model. A cluster may have its own, as `wavetrain measure` finds them: another
+software on other hardware moves other bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from wavetrain.base.document import parse_yaml
 from wavetrain.base.fields import Fields
-from wavetrain.cost.kernels import TRAFFICS
+
+MOST = 1e15  # of any constant
+
+
+class Traffic(StrEnum):
+    """Classes of memory-bound work, told apart by the bytes they move per element."""
+
+    NORM = "norm"
+    NORM_EAGER = "norm-eager"
+    ACTIVATION = "activation"
+    GATED = "gated"
+    RESIDUAL = "residual"
+    RESIDUAL_EAGER = "residual-eager"
+    DROPOUT = "dropout"
+    ROTARY = "rotary"
+    SOFTMAX = "softmax"
+    SOFTMAX_EAGER = "softmax-eager"
+    SCORE_DROPOUT = "score-dropout"
+    LOOKUP = "lookup"
+    LOGITS = "logits"
+    CAST = "cast"
+    OTHER = "other"
+
+
+TRAFFICS = tuple(Traffic)
 
 
 @dataclass(frozen=True)
@@ -57,19 +84,55 @@ class Laws:
     buffer_bytes: float  # gradient buckets and communication
 
 
+_BY_CLASS = ("forward_bytes", "backward_bytes")
+
+
 @cache
 def load_laws() -> Laws:
     """The constants that ship with the package."""
-    file = resources.files("wavetrain.cost").joinpath("laws.yaml")
+    file = resources.files("wavetrain.cluster").joinpath("laws.yaml")
     f = Fields(parse_yaml(file.read_text(encoding="utf-8"), file="laws.yaml"))
-    forward, backward = f.section("forward_bytes"), f.section("backward_bytes")
-    values = {
-        "forward_bytes": tuple(forward.number(name.value) for name in TRAFFICS),
-        "backward_bytes": tuple(backward.number(name.value) for name in TRAFFICS),
-    }
-    scalars = [item.name for item in fields(Laws) if item.name not in values]
-    laws = Laws(**values, **{name: f.number(name) for name in scalars})  # type: ignore[arg-type]
-    forward.check_unknown()
-    backward.check_unknown()
+    laws = Laws(**_stated(f))
     f.finish()
     return laws
+
+
+def read_laws(f: Fields) -> Laws:
+    """The constants that a mapping states; those that ship where it says nothing."""
+    laws = replace(load_laws(), **_stated(f, load_laws()))
+    f.check_unknown()
+    return laws
+
+
+def _stated(f: Fields, usual: Laws | None = None) -> dict[str, Any]:
+    """Every constant by name; `usual` are those that may be left out."""
+    found: dict[str, Any] = {}
+    for item in fields(Laws):
+        known = getattr(usual, item.name, None)
+        if item.name not in _BY_CLASS:
+            found[item.name] = _number(f, item.name, known)
+        elif usual is None or f.has(item.name):
+            own = f.section(item.name)
+            pairs = zip(TRAFFICS, known or (None,) * len(TRAFFICS), strict=True)
+            found[item.name] = tuple(_number(own, traffic.value, value) for traffic, value in pairs)
+            own.check_unknown()
+    return found
+
+
+def _number(f: Fields, key: str, usual: float | None) -> float:
+    return f.number(key, most=MOST) if usual is None else f.number(key, most=MOST, default=usual)
+
+
+def write_laws(laws: Laws) -> dict[str, Any]:
+    """What differs from the constants that ship, as `read_laws` reads it."""
+    data: dict[str, Any] = {}
+    for item in fields(Laws):
+        own, usual = getattr(laws, item.name), getattr(load_laws(), item.name)
+        if own == usual:
+            continue
+        if item.name in _BY_CLASS:
+            rows = zip(TRAFFICS, own, usual, strict=True)
+            data[item.name] = {traffic.value: value for traffic, value, other in rows if value != other}
+        else:
+            data[item.name] = own
+    return data

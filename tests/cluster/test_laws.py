@@ -7,8 +7,7 @@ from importlib import resources
 import pytest
 import yaml
 
-from wavetrain.cost.kernels import TRAFFICS
-from wavetrain.cost.laws import Laws, load_laws
+from wavetrain.cluster.laws import TRAFFICS, Laws, load_laws
 
 LAWS = load_laws()
 SHARES = "link_exposed network_exposed gradient_exposed tensor_exposed context_exposed".split()
@@ -29,7 +28,7 @@ def test_shares_are_below_one(name):
 
 
 def test_the_file_holds_these_values_and_no_others():
-    raw = yaml.safe_load(resources.files("wavetrain.cost").joinpath("laws.yaml").read_text())
+    raw = yaml.safe_load(resources.files("wavetrain.cluster").joinpath("laws.yaml").read_text())
     assert set(raw) == {item.name for item in fields(Laws)}
     for name in ("forward_bytes", "backward_bytes"):
         assert list(raw[name]) == [traffic.value for traffic in TRAFFICS]
