@@ -36,8 +36,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' network is this
 
 import torch
 import torch.distributed as dist
-from tests.runtime.namespaces import Network as Hosts
-from tests.runtime.namespaces import network
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -65,6 +63,8 @@ from wavetrain.runtime.report import Limits
 from wavetrain.runtime.sharded import run_step
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize
 from wavetrain.runtime.transformer import parts_of
+from wavetrain.runtime.virtual import Network as Hosts
+from wavetrain.runtime.virtual import network
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.show.plan import sentence
 from wavetrain.sim.predict import Outline, outline

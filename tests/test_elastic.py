@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.elastic import Elastic, elastic
-from tests.runtime.namespaces import Network, needs_namespaces, network
+from tests.runtime.namespaces import needs_namespaces
 from tests.runtime.plans import small_model
 from tests.soak import often, sample
 
@@ -26,6 +26,7 @@ from wavetrain.plan.check import check
 from wavetrain.plan.read import read_plan, write_plan
 from wavetrain.runtime.board import process_state
 from wavetrain.runtime.logs import read_steps
+from wavetrain.runtime.virtual import Network, network
 
 STEPS = 40
 IN_A_ROW = often(50, 3)

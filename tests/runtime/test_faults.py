@@ -7,7 +7,7 @@ import json
 from itertools import product
 
 import pytest
-from tests.runtime.namespaces import needs_namespaces, network
+from tests.runtime.namespaces import needs_namespaces
 from tests.runtime.plans import small_plan
 from tests.soak import sample
 
@@ -16,6 +16,7 @@ from wavetrain.runtime.inject import DURING, Fault, Kinds
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.report import Cause, Limits
 from wavetrain.runtime.trainer import train
+from wavetrain.runtime.virtual import network
 
 RANKS, STEP = 4, 1
 ENDING = [kind for kind in Kinds if kind is not Kinds.SLOW]  # that one ends no run: test_stragglers.py

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.namespaces import needs_namespaces, network
+from tests.runtime.namespaces import needs_namespaces
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -28,6 +28,7 @@ from wavetrain.runtime.board import process_state
 from wavetrain.runtime.launch import INTERRUPTED, Outcome, Work, run_local, run_rank
 from wavetrain.runtime.progress import Phase
 from wavetrain.runtime.report import Cause, Limits
+from wavetrain.runtime.virtual import network
 from wavetrain.runtime.world import Place, World, gloo_group, meet, place_from_environment
 
 QUICK = Limits(floor_s=1.0, start_s=20.0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.runtime.namespaces import needs_namespaces, network
+from tests.runtime.namespaces import needs_namespaces
 from tests.runtime.plans import small_plan
 
 from wavetrain.base.errors import InputError
@@ -34,6 +34,7 @@ from wavetrain.runtime.stragglers import (
     slow_ranks,
 )
 from wavetrain.runtime.trainer import train
+from wavetrain.runtime.virtual import network
 from wavetrain.schedule.action import SENDS, Kind
 from wavetrain.show.train import card
 

@@ -65,6 +65,8 @@ class Device:
     usd_per_hour: float
     fp8_efficiency: float | None = None  # best FP8 matrix product over its peak; None: as `matmul_efficiency`
     inner_half: float = 60.0  # inner size of a product at which half of its best rate is reached
+    vector_inner_half: float = 0.0  # the same in formats without matrix units: fp32 and fp64
+    tile: int = 64  # to which its rows and columns are rounded up
     attention: AttentionRates = AttentionRates()
 
 

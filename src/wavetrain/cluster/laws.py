@@ -58,8 +58,10 @@ class Laws:
     launch_s: float  # host time per kernel
     tensor_host_s: float  # added per layer pass by tensor parallelism
     recompute_host_s: float  # added per layer that is computed again (random states saved and restored)
+    recompute_gap_s: float  # lost per layer that is computed again where nothing is launched ahead
     message_s: float  # added to every message between stages: both ends wait for the host
     step_s: float  # once per step
+    tensor_step_s: float  # and per tensor of parameters: an optimizer that takes them one by one
     # overlap: the share of the shorter of compute and communication that stays visible
     link_exposed: float  # sharded parameters and gradients inside a node
     network_exposed: float  # and across nodes

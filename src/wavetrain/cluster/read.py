@@ -280,6 +280,8 @@ def _device(f: Fields) -> Device:
         usd_per_hour=own.number("usd_per_hour", most=1e6),
         fp8_efficiency=efficiency.number("fp8", least=0.001, most=1.0, default=None),
         inner_half=efficiency.number("inner_half", most=1e6, default=Device.inner_half),
+        vector_inner_half=efficiency.number("vector_inner_half", most=1e6, default=Device.vector_inner_half),
+        tile=efficiency.whole("tile", most=1024, default=Device.tile),
         attention=_attention(efficiency),
     )
     efficiency.check_unknown()

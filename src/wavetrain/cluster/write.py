@@ -82,6 +82,10 @@ def _device(device: Device) -> dict[str, Any]:
 
 def _efficiency(device: Device) -> dict[str, float]:
     data = {"matmul": device.matmul_efficiency, "memory": device.memory_efficiency, "inner_half": device.inner_half}
+    if device.vector_inner_half:
+        data["vector_inner_half"] = device.vector_inner_half
+    if device.tile != Device.tile:
+        data["tile"] = device.tile
     if device.fp8_efficiency is not None:
         data["fp8"] = device.fp8_efficiency
     return data | asdict(device.attention)

@@ -34,14 +34,15 @@ def gather(
 ) -> tuple[Plan, World | None]:
     """The plan for as many ranks as a run has, and their world where a launcher has started them: they meet here.
 
-    `kept` is where plans of this run are; `one_pipeline` is all that an emulated run has of its plan.
+    `kept` is where plans of this run are; `one_pipeline` may be all that an emulated run has of its plan.
     """
     from wavetrain.runtime.world import meet
 
     place = _launched(local, needed=plan.layout.num_devices, restarts=restarts)
     size = place.size if place is not None else local or 1
     if not replan:
-        _check_ranks(size, plan.layout.pp if one_pipeline else plan.layout.num_devices, is_local=place is None)
+        least = plan.layout.pp if one_pipeline else plan.layout.num_devices
+        _check_ranks(size, (least, plan.layout.num_devices), is_local=place is None)
     world = None if place is None else meet(place)
     return plan_for(plan, size, kept=kept, world=world) if replan else plan, world
 
@@ -169,9 +170,10 @@ def _launched(local: int | None, *, needed: int, restarts: int) -> Place | None:
     return place
 
 
-def _check_ranks(given: int, needed: int, *, is_local: bool) -> None:
+def _check_ranks(given: int, needed: tuple[int, ...], *, is_local: bool) -> None:
     """The plan is for as many ranks as there are."""
-    if given != needed:
-        where, rule = "--local" if is_local else "WORLD_SIZE", f"{given}: the plan runs on {needed} ranks"
+    if given not in needed:
+        legal = tuple(dict.fromkeys(map(str, needed)))
+        where, rule = "--local" if is_local else "WORLD_SIZE", f"{given}: the plan runs on {' or '.join(legal)} ranks"
         remedy = "--replan, for a plan for as many as there are"
-        raise InputError(Problem(where=where, rule=rule, legal=(str(needed),), remedy=remedy))
+        raise InputError(Problem(where=where, rule=rule, legal=legal, remedy=remedy))

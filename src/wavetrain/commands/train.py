@@ -30,6 +30,9 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Wait as long as predicted instead of computing; messages are real.")
     ] = False,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Emulated ranks on virtual hosts, one per node of the plan; needs root.")
+    ] = False,
     transport: Annotated[str, typer.Option(help="Between stages: memory (one host), gloo, or auto.")] = "auto",
     data: Annotated[
         Path | None, typer.Option(help="Tokens (.bin) or any file, as bytes; sequences that count without it.")
@@ -99,6 +102,7 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
         refuse_without("--memory-every", {"--memory-dir": memory_dir})
     if checkpoints is None and memory_every is None:
         refuse_without("--checkpoints", {"--restarts": restarts or None})
+    _refuse_virtual(wanted, local, virtual=virtual, emulate=emulate)
     if emulate:
         refuse_beside("--emulate", {f"--{name.replace('_', '-')}": value for name, value in real.items()})
     from wavetrain.runtime.inject import parse_fault
@@ -107,14 +111,15 @@ def train(  # noqa: PLR0913, PLR0917 - one option each, as users type them
 
     carrier = one_of("--transport", transport, CARRIERS)
     wanted, world = gather(wanted, local, restarts=restarts, replan=replan, kept=checkpoints, one_pipeline=emulate)
-    more = {} if emulate else _options(wanted, steps, real)
+    ranks = local if world is None else world.size
+    more = {"every_rank": ranks != wanted.layout.pp} if emulate else _options(wanted, steps, real)
     faults = tuple(parse_fault(text, where="--inject") for text in inject or ())
     job = job_of(wanted, emulate=emulate, steps=steps, transport=carrier, logs=output, faults=faults, **more)
     if not emulate:
         _refuse_model(wanted, job)
     limits = Limits(step_s=job.step_s, floor_s=hang_floor or (10.0 if emulate else 60.0))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    document = run(job, world, limits, output, restarts=restarts)
+    document = run(job, world, limits, output, restarts=restarts, virtual=virtual)
     if document is None:  # another rank shows it
         return
     from wavetrain.show.train import card
@@ -194,6 +199,21 @@ def _refuse_model(plan: Plan, job: Any) -> None:
         print(note, file=sys.stderr)
     if plan.precision.products is DType.FP8:
         print(f"multiplies in {plan.precision.compute.value}, not in fp8 as the plan says", file=sys.stderr)
+
+
+def _refuse_virtual(plan: Plan, local: int | None, *, virtual: bool, emulate: bool) -> None:
+    """Virtual hosts have all ranks of a plan, as many on each as a node has devices."""
+    if not virtual:
+        return
+    if not emulate:
+        refuse_without("--emulate", {"--virtual": virtual})
+    needed = plan.layout.num_devices
+    if local != needed:
+        rule = "virtual hosts have all ranks of a plan, started here"
+        raise InputError(Problem(where="--virtual", rule=rule, remedy=f"--local {needed}"))
+    if not plan.cluster.is_uniform:
+        rule = "virtual hosts are alike, the nodes of the plan's cluster are not"
+        raise InputError(Problem(where="--virtual", rule=rule))
 
 
 def _refuse_layout(plan: Plan, *, emulate: bool, module: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from wavetrain.commands.shared import write, writing
 LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from wavetrain.plan import Plan
     from wavetrain.runtime.job import Job
+    from wavetrain.runtime.launch import Outcome
     from wavetrain.runtime.trainer import RankRecord
     from wavetrain.runtime.world import World
     from wavetrain.schedule import Actions
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
     from wavetrain.timeline.timeline import Timeline
 
 
-def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
-    """What the ranks need to know, predictions included; `more` is what `Job` has beside them."""
+def job_of(plan: Plan, *, emulate: bool = False, every_rank: bool = False, **more: Any) -> Job:
+    """What the ranks need to know, predictions included; `more` is what `Job` has beside them.
+
+    Emulated is one pipeline, or `every_rank` of the plan.
+    """
     from wavetrain.runtime.chunk import Durations
     from wavetrain.runtime.job import Job
     from wavetrain.runtime.recompute import check_recompute, chosen_operators
     from wavetrain.schedule import add_communication, add_recomputation
+    from wavetrain.sim.emulation import emulation
     from wavetrain.sim.predict import simulate, step_flops, to_run
 
     actions, times = to_run(plan)
@@ -41,6 +47,7 @@ def job_of(plan: Plan, *, emulate: bool = False, **more: Any) -> Job:
         plan=plan,
         actions=add_communication(actions),
         emulated=tuple(Durations(t.f, t.i, t.w) for t in times) if emulate else None,
+        emulation=emulation(plan) if emulate and every_rank else None,
         step_s=simulate(plan).step_s,
         step_flops=step_flops(plan)[0],
         peak_flops=known_peak(plan),
@@ -73,12 +80,14 @@ def known_peak(plan: Plan) -> float | None:
     return None if rate is None else rate * plan.layout.num_devices
 
 
-def run(job: Job, world: World | None, limits: Any, output: Path | None, *, restarts: int = 0) -> dict[str, Any] | None:
+def run(
+    job: Job, world: World | None, limits: Any, output: Path | None, *, restarts: int = 0, virtual: bool = False
+) -> dict[str, Any] | None:
     """The document of a run that ended well, on the rank or in the process that is to show it.
 
-    `world` is that of a launcher's ranks, of which this is one; without it ranks are started here.
+    `world` is that of a launcher's ranks, of which this is one; without it ranks are started here, on `virtual` hosts.
     """
-    from wavetrain.runtime.launch import run_local, run_rank
+    from wavetrain.runtime.launch import run_rank
     from wavetrain.runtime.trainer import train as train_rank
 
     made: dict[str, Any] = {}
@@ -96,12 +105,14 @@ def run(job: Job, world: World | None, limits: Any, output: Path | None, *, rest
     if world is not None:
         code = run_rank(work, world, limits=limits, actions=rows_of(job), report_dir=output)
     else:
-        for attempt in range(restarts + 1):
-            outcome = run_local(work, ranks, limits=limits, actions=rows_of(job), report_dir=output, attempt=attempt)
-            code = outcome.exit_code
-            if code != RunError.exit_code or attempt == restarts:
-                break
-            LOG.warning("restart %d of %d", attempt + 1, restarts)
+        known = {"limits": limits, "actions": rows_of(job), "report_dir": output}
+        with _starting(job.plan, virtual=virtual) as start:
+            for attempt in range(restarts + 1):
+                outcome = start(work, ranks, attempt=attempt, **known)
+                code = outcome.exit_code
+                if code != RunError.exit_code or attempt == restarts:
+                    break
+                LOG.warning("restart %d of %d", attempt + 1, restarts)
         made.update(json.loads(outcome.results[0] or b"{}"))
         made.update({"restarts": attempt} if made else {})
     if code:
@@ -109,24 +120,33 @@ def run(job: Job, world: World | None, limits: Any, output: Path | None, *, rest
     return made or None
 
 
+@contextmanager
+def _starting(plan: Plan, *, virtual: bool) -> Iterator[Callable[..., Outcome]]:
+    """How ranks are started here: on this machine as it is, or on hosts as the plan's cluster has them."""
+    from wavetrain.runtime.launch import run_local
+    from wavetrain.runtime.virtual import virtual_cluster
+
+    if not virtual:
+        yield run_local
+        return
+    node = plan.cluster.node
+    hosts = max(1, plan.layout.num_devices // node.num_devices)
+    rate = None if node.network is None else node.network.nics * node.network.nic_bytes_per_s
+    with virtual_cluster(hosts, rate_bytes_per_s=rate) as cluster:
+        yield cluster.run
+
+
 def rows_of(job: Job) -> Actions:
     """What every rank of a run does, replicas and parts included."""
-    from wavetrain.runtime.grid import place_of
     from wavetrain.schedule import Actions
 
-    if job.emulated:
-        return job.actions
-    places = (place_of(job.plan.layout, rank) for rank in range(job.num_ranks))
+    places = (job.place_of(rank) for rank in range(job.num_ranks))
     return Actions(tuple(job.actions.ranks[stage_rank] for _, stage_rank, _ in places))
 
 
 def first_pipeline(job: Job, records: Mapping[int, RankRecord]) -> dict[int, RankRecord]:
     """What the first replica's first parts have recorded, by their rank in the pipeline."""
-    from wavetrain.runtime.grid import place_of
-
-    if job.emulated:
-        return dict(records)
-    places = {rank: place_of(job.plan.layout, rank) for rank in records}
+    places = {rank: job.place_of(rank) for rank in records}
     return {stage_rank: records[rank] for rank, (replica, stage_rank, part) in places.items() if not replica + part}
 
 
@@ -172,6 +192,8 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
         "peak_bytes": [record.peak_bytes for record in records.values()],
         "busy_s": [record.busy_s for record in records.values()],
         "stragglers": records[0].stragglers,
+        **_spent(job, records, seconds),
+        "memory": max((record.memory for record in records.values()), key=lambda kinds: sum(kinds.values())),
         "predicted": {
             "step_s": pipeline_seconds(job) or predicted.step_s,
             "bubble_fraction": predicted.bubble_fraction,
@@ -186,6 +208,30 @@ def _document(job: Job, records: Mapping[int, RankRecord], output: Path | None) 
             write_chrome(_timeline(records), output / "measured.json")  # all replicas and parts
         write(output / "run.json", dumps(document))
     return document
+
+
+def _spent(job: Job, records: Mapping[int, RankRecord], step_s: float) -> dict[str, Any]:
+    """Where the step of every rank went, by term, and of the one that computes longest."""
+    from wavetrain.sim.replay import replay
+    from wavetrain.study.measured import measured_terms
+
+    pp = job.actions.num_ranks
+    places = {rank: job.place_of(rank) for rank in records}
+    terms: dict[int, dict[str, float]] = {}
+    for pipeline in sorted({(replica, part) for replica, _, part in places.values()}):
+        ranks = {at: rank for rank, (replica, at, part) in places.items() if (replica, part) == pipeline}
+        ideal = replay(job.actions, _timeline({at: records[rank] for at, rank in ranks.items()}))
+        for at, rank in ranks.items():
+            idle_s, record = ideal.duration_s - ideal.busy_s(at, "compute"), records[rank]
+            idle = min(1.0, idle_s / record.waited_s) if record.waited_s else 0.0
+            terms[rank] = measured_terms(record.spent, step_s=step_s, idle_share=idle if pp > 1 else None)
+    longest = max(terms, key=lambda rank: (terms[rank].get("compute", 0.0), -rank))
+    return {
+        "terms": terms[longest],
+        "terms_rank": longest,
+        "terms_by_rank": [terms[rank] for rank in sorted(terms)],
+        "stage_ranks": [places[rank][1] for rank in sorted(terms)],
+    }
 
 
 def _write_files(output: Path, job: Job, measured: Timeline, expected: Timeline) -> list[str]:
@@ -239,7 +285,7 @@ def pipeline_seconds(job: Job) -> float | None:
     """What the pipeline alone takes with the times that are emulated: no optimizer, no other replicas."""
     from wavetrain.schedule import Costs, evaluate
 
-    if job.emulated is None:
+    if job.emulated is None or not job.is_one_pipeline:
         return None
     f, i, w = (tuple(getattr(durations, kind) for durations in job.emulated) for kind in "fiw")
     return float(evaluate(job.actions, Costs(f, i, w)).makespan)

@@ -35,6 +35,7 @@ class Units:
     """How a device's matrix units take a product apart."""
 
     inner_half: float = 0.0  # inner size at which half of the best rate is reached: filling and draining a tile
+    vector_inner_half: float = 0.0  # the same without matrix units
     operand_share: float = 0.87  # rate of a product's operands over that of a plain stream
     tile: int = 64  # rows and columns are rounded up to it
     multiprocessors: int = 0  # tiles are rounded up to whole waves over these; 0 does not round
@@ -60,7 +61,7 @@ def gemm_seconds(
     rows, columns, inner, products = (np.asarray(size, dtype=np.float64) for size in (m, n, k, count))
     traffic_s = gemm_bytes(rows, columns, inner, products, dtype) / (_stream_rate(device) * units.operand_share)
     covered = tiled_elements(rows, columns, products, units)
-    inner_half = 0.0 if dtype in VECTOR_FORMATS else units.inner_half
+    inner_half = units.vector_inner_half if dtype in VECTOR_FORMATS else units.inner_half
     rate = peak_rate(device, dtype) * best_efficiency(device, dtype, units)
     compute_s = 2 * covered * (inner + inner_half) / rate
     return np.where(rows * columns * inner * products > 0, _overlapped(compute_s, traffic_s), 0.0)

@@ -64,6 +64,7 @@ class LayerFacts:
     dropped_bytes: Floats  # of saved_bytes, what the operators chosen to be computed again do not keep
     repeated_elements: Floats  # of message_elements, what they exchange again
     working_bytes: Floats  # gradients of a product's input and output, of the largest one
+    tensors: Floats  # of parameters
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class LayerSeconds:
 def layer_facts(cases: Sequence[Case]) -> LayerFacts:
     """The facts of each case, in order."""
     made = [_kernels(case) for case in cases]
-    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 14)
+    rows = np.array([_facts(case) for case in cases], dtype=np.float64).reshape(len(cases), 15)
     return LayerFacts(table(made), *rows.T)
 
 
@@ -109,11 +110,12 @@ def layer_seconds(facts: Table, device: Device, stack: Stack, precision: Precisi
 def kernel_seconds(facts: Table, device: Device, stack: Stack, precision: Precision, laws: Laws) -> Floats:
     """Seconds of every kernel of a table by the law of its sort."""
     seconds = np.zeros(len(facts.case))
+    units = Units(device.inner_half, device.vector_inner_half, tile=device.tile)
     for sort, dtype in ((Sort.PRODUCT, precision.products), (Sort.HIGH_PRODUCT, precision.compute)):
         of = facts.sort == sort
         if of.any():
             sizes = (facts.rows[of], facts.columns[of], facts.inner[of], facts.amount[of])
-            seconds[of] = gemm_seconds(*sizes, _matmul(device, dtype), dtype, Units(inner_half=device.inner_half))
+            seconds[of] = gemm_seconds(*sizes, _matmul(device, dtype), dtype, units)
     of = facts.sort == Sort.ATTENTION
     if of.any():
         rate = peak_rate(device, precision.compute) * attention_rate(device, stack.attention)
@@ -183,6 +185,7 @@ def _facts(case: Case) -> tuple[float, ...]:
         sum(e for o, e in zip(layer.operators, elements, strict=True) if o.name in case.recomputed),
         max((_product_elements(o, work, split) for o in layer.operators if isinstance(o, Linear)), default=0.0)
         * work.bytes_per_element,
+        sum(1 for o in layer.operators for p in o.parameters if not p.tied),
     )
 
 

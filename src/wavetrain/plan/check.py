@@ -14,6 +14,8 @@ from typing import Any
 from wavetrain.base.errors import Problem, nearest
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import MOST_NODES, Cluster
+from wavetrain.cluster.laws import MOST as MOST_LAW
+from wavetrain.cluster.laws import TRAFFICS, Laws
 from wavetrain.model.limits import MOST_SEQ_LEN, closest, divisors
 from wavetrain.model.model import Model
 from wavetrain.model.operator import Attention, Experts
@@ -28,7 +30,7 @@ MOST_STATE_BYTES = 64
 LEAST, MOST = 1e-12, 1e30  # of any number in a cluster, but for these
 MOST_OF = {"count": MOST_NODES, "num_devices": 1_000_000, "size": 1_000_000}
 MAY_BE_0 = (
-    *("host_w", "idle_w", "busy_w", "limit_w", "usd_per_hour", "inner_half"),
+    *("host_w", "idle_w", "busy_w", "limit_w", "usd_per_hour", "inner_half", "vector_inner_half"),
     *("latency_s", "start_s", "ramp_s", "congestion", "multicast"),
 )
 MOST_LISTED = 4096  # tensor-parallel degrees tried for the list of legal ones
@@ -94,6 +96,7 @@ def _cluster(plan: Plan) -> Iterator[Problem]:
     """Clusters we read are sound; one that was written by hand into a plan may not be."""
     cluster = plan.cluster
     unsound = [problem for i, group in enumerate(cluster.groups) for problem in _unsound(group, f"cluster.groups[{i}]")]
+    unsound += _unsound_laws(cluster.own_laws)
     if unsound:
         yield from unsound
     elif not cluster.groups:
@@ -105,6 +108,17 @@ def _cluster(plan: Plan) -> Iterator[Problem]:
     elif cluster.num_devices > 1 and (not cluster.tiers or cluster.tiers[-1].size < cluster.num_devices):
         rule = f"has no network that joins all of its {cluster.num_devices:,} devices"
         yield broken("cluster", cluster.name, rule)
+
+
+def _unsound_laws(laws: Laws | None) -> Iterator[Problem]:
+    """Constants of software that none has."""
+    for item in () if laws is None else fields(laws):
+        value = getattr(laws, item.name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(0.0 <= number <= MOST_LAW for number in numbers):
+            yield broken(f"cluster.own_laws.{item.name}", None, f"must be from 0 to {MOST_LAW:g}")
+        elif isinstance(value, tuple) and len(value) != len(TRAFFICS):
+            yield broken(f"cluster.own_laws.{item.name}", None, f"must be {len(TRAFFICS)} numbers")
 
 
 def _unsound(value: Any, key: str) -> Iterator[Problem]:

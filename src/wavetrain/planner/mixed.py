@@ -33,6 +33,7 @@ from wavetrain.sim.estimate import (
     part_seconds,
     rank_parameters,
     straggling,
+    tensors_seconds,
 )
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import Place, block_ways, end_units, output_bytes, reserve_bytes, saved_bytes, static_parts
@@ -164,7 +165,8 @@ class _Builder:
         each = found.f_s[0] + found.b_s[0]  # of the first row: replicated, nothing computed again
         blocks = sum(float(each[layers.index(name)]) for name in names)
         ends = float(self.found.embedding.total_s[0] + self.found.head.total_s[0])
-        return self.base.layout.num_microbatches * (blocks + ends) + self.question.laws.step_s
+        once = self.question.laws.step_s + float(tensors_seconds(self.batch, self.question.laws)[0])
+        return self.base.layout.num_microbatches * (blocks + ends) + once
 
     def _ends_unit(self) -> Unit:
         """Embedding and head: what they hold, and their part of the end of a step."""

@@ -36,6 +36,7 @@ from wavetrain.runtime.sharded import (
     shard_stage,
 )
 from wavetrain.runtime.shared import Group
+from wavetrain.runtime.spent import spending
 from wavetrain.runtime.stages import Stage
 from wavetrain.runtime.tensor import Parallel, add_partial, connect, cut_parameters
 from wavetrain.runtime.units import check_shapes
@@ -100,7 +101,8 @@ class Composed:
         else:
             complete(self.sharded)
         if self.parallel is not None:
-            add_partial(self.module, self.parallel)
+            with spending("tensor"):
+                add_partial(self.module, self.parallel)
 
     def held_bytes(self) -> int:
         return gathered_bytes(self.module.modules())

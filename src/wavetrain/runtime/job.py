@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from wavetrain.plan.emulation import Emulation
 from wavetrain.plan.plan import Plan
 from wavetrain.runtime.chunk import Durations
+from wavetrain.runtime.grid import place_of
 from wavetrain.runtime.inject import Fault
 from wavetrain.runtime.learn import AdamW, Rate
 from wavetrain.runtime.parts import Parts
@@ -35,6 +37,7 @@ class Job:
     source: str = ""  # where those are from, for whoever repeats the run
     dtype: torch.dtype = torch.float32  # of parameters and what they learn with; float64 is for exactness
     emulated: tuple[Durations, ...] | None = None  # of every stage, where nothing is computed
+    emulation: Emulation | None = None  # beside it, where all ranks are emulated and not one pipeline only
     step_s: float = 0.0  # as predicted
     data: Path | None = None  # tokens, or any file as bytes; None: sequences that count
     transport: str = "auto"  # of CARRIERS
@@ -59,5 +62,13 @@ class Job:
 
     @property
     def num_ranks(self) -> int:
-        """Emulated, one pipeline stands for all."""
-        return self.actions.num_ranks if self.emulated else self.plan.layout.num_devices
+        return self.actions.num_ranks if self.is_one_pipeline else self.plan.layout.num_devices
+
+    @property
+    def is_one_pipeline(self) -> bool:
+        """Emulated, one may stand for all."""
+        return self.emulated is not None and self.emulation is None
+
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """Replica, rank in the pipeline and part of a rank."""
+        return (0, rank, 0) if self.is_one_pipeline else place_of(self.plan.layout, rank)

@@ -30,6 +30,7 @@ from wavetrain.runtime.links import carrier
 from wavetrain.runtime.parts import Parts
 from wavetrain.runtime.sharded import policy_of
 from wavetrain.runtime.shared import Group, Holder, add_shared, groups_of
+from wavetrain.runtime.spent import RUNNING, WAITING, Weighed, charged, spending
 from wavetrain.runtime.stages import cut_into_stages, materialize
 from wavetrain.runtime.transport import Grouped, tagged
 from wavetrain.runtime.world import World
@@ -64,6 +65,7 @@ class Learner:
         route = tagged(actions.placement.num_stages, max(1, len(self._groups)))
         self._shared = Grouped(grid.stage_rank, route, ranks=grid.pipeline)
         self.stages = self._build()
+        self._weighed: list[Weighed] = []
         self._chunks = {number: self._chunk(composed) for number, composed in self.stages.items()}
         before = injector(job.faults, rank=world.rank, attempt=world.place.attempt)
         self._executor = Executor(
@@ -95,11 +97,13 @@ class Learner:
     def _chunk(self, composed: Composed) -> Computed:
         actions, number = self._job.actions, composed.number
         row = actions.ranks[self.grid.stage_rank]
+        watched = None if composed.is_plain else Weighed(composed)
+        self._weighed += [] if watched is None else [watched]
         return Computed(
             self._modules[number],
             split=actions.is_split,
             recomputed=any(a.kind is Kind.RECOMPUTE and a.stage == number for a in row),
-            accumulation=None if composed.is_plain else composed,
+            accumulation=watched,
             num_microbatches=len(actions.microbatches[number]),
         )
 
@@ -117,21 +121,33 @@ class Learner:
         """Parameters, gradients and the optimizer's moments."""
         return sum((2 + ADAM_STATES) * values.nbytes for values in self._trained.values())
 
+    def memory(self, moments: Sequence[Moment]) -> dict[str, int]:
+        """Bytes by the simulator's names, at the fullest end of an action; what comes and goes within is not known."""
+        values = sum(values.nbytes for values in self._trained.values())
+        held = max((moment.held_bytes for moment in moments), default=0)
+        gathered = min(held, sum(watched.gathered_bytes for watched in self._weighed))
+        states = {"parameters": values, "gradients": values, "optimizer": ADAM_STATES * values}
+        return states | {"gathered": gathered, "activations": held - gathered}
+
     def step(self, step: int) -> Done:
         """Every microbatch of a step, forward and backward, and the optimizer's step."""
         job, progress = self._job, self._progress
         progress.computing(-1, "batch")
-        moments = self._executor.step(self._batch(step))
+        batch = self._batch(step)
+        with spending(RUNNING):
+            moments = self._executor.step(batch)
         if self._budget is not None:
             self._budget.check_moments(moments)
         progress.together()
         placement = job.actions.placement
-        add_shared(self._groups, self.stages, placement, self.grid.stage_rank, self._shared)
+        with spending(WAITING):
+            add_shared(self._groups, self.stages, placement, self.grid.stage_rank, self._shared)
         loss, norm = self._agree(step)
         progress.computing(-1, "optimizer")
         strike(job.faults, When.OPTIMIZER, rank=self.grid.rank, attempt=self._world.place.attempt, step=step)
         rate = learning_rate(job.rate, step=step)
-        self._learn(rate)
+        with spending("optimizer"):
+            self._learn(rate)
         return Done(moments, loss, norm, rate)
 
     def every_leaf(self) -> Iterator[Leaf]:
@@ -172,7 +188,7 @@ class Learner:
         def add_over_ranks(squares: Tensor) -> None:
             together = torch.cat([squares, loss.reshape(1)])
             if dist.get_world_size() > 1:
-                dist.all_reduce(together)
+                charged(WAITING, dist.all_reduce)(together)
             squares.copy_(together[:-1])
             loss.copy_(together[-1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wavetrain.base.errors import RunError
@@ -36,7 +37,15 @@ def carrier(job: Job, world: World, grid: Grid | None, boundary: Boundary) -> Tr
 
 
 def on_one_host(world: World) -> bool:
-    """Whether all ranks run under one kernel."""
-    world.store.set(f"kernel/{world.rank}", kernel())
-    kernels = {world.store.get(f"kernel/{rank}") for rank in range(world.size)}
-    return len(kernels) == 1 and b"" not in kernels
+    """Whether all ranks run under one kernel and have one network: a virtual host has its own."""
+    world.store.set(f"host/{world.rank}", own_host())
+    hosts = {world.store.get(f"host/{rank}") for rank in range(world.size)}
+    return len(hosts) == 1 and b"" not in hosts
+
+
+def own_host() -> str:
+    """Equal for ranks that share memory and a network; empty where that is not known."""
+    try:
+        return kernel() and kernel() + str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        return ""

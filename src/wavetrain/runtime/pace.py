@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from statistics import median
 
 from wavetrain.runtime.executor import Moment
-from wavetrain.runtime.grid import place_of
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.links import on_one_host
 from wavetrain.runtime.record import clock_ahead_s
@@ -44,7 +43,7 @@ class Pace:
     """One rank's; rank 0's also has what was found so far."""
 
     def __init__(self, job: Job, world: World) -> None:
-        replica, stage_rank, part = (0, world.rank, 0) if job.emulated else place_of(job.plan.layout, world.rank)
+        replica, stage_rank, part = job.place_of(world.rank)
         self._world, self._pipeline = world, (replica, part)
         self._planned_s = job.planned_busy[stage_rank] if job.planned_busy else None
         self._is_own_device = job.emulated is not None or job.peak_flops is not None  # whose peak is known is here

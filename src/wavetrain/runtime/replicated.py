@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wavetrain.base.errors import RunError
+from wavetrain.runtime.spent import charged
 
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's
 ALONE_BYTES = 2**20  # of a gradient that is sent by itself, from where it is: no copy, no new memory
@@ -67,7 +68,7 @@ class Replicated:
         """Wait for all sums; gradients are those of the whole step then."""
         self.send()
         for work in self._works:
-            work.wait()
+            charged("reduction", work.wait)()
         if self._without and self._present is not None:
             counts = dict(zip(self.parameters, self._present.tolist(), strict=True))
             for parameter, place in self._without:

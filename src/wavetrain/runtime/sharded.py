@@ -30,6 +30,7 @@ from wavetrain.plan.plan import Plan
 from wavetrain.plan.stack import Precision
 from wavetrain.runtime.grid import Grid, check_world, open_grid
 from wavetrain.runtime.replicated import Replicated
+from wavetrain.runtime.spent import charge_sharding
 from wavetrain.runtime.split import EmbeddingSlice, LinearSlice
 from wavetrain.runtime.stages import Stage
 from wavetrain.runtime.units import Members, Sharded, Unit, check_shapes, members_of
@@ -238,6 +239,7 @@ def _wrap(unit: Unit, mesh: DeviceMesh, policy: MixedPrecisionPolicy, plain: set
     # Only sums: a division in the collective (AVG, PREMUL_SUM) is unknown to gloo, and none is wanted.
     unit.wrapped.set_gradient_divide_factor(1.0)
     unit.wrapped.set_force_sum_reduction_for_comms(True)
+    charge_sharding(unit.wrapped, has_copies=mesh.ndim > 1)
     if isinstance(modules[0], LinearSlice | EmbeddingSlice):
         # A unit prefetches its predecessor unless told what to prefetch; itself is nothing, as it is gathered already.
         unit.wrapped.set_modules_to_backward_prefetch([unit.wrapped])

@@ -32,6 +32,7 @@ from wavetrain.runtime.grid import Grid
 from wavetrain.runtime.hf import Surroundings
 from wavetrain.runtime.loss import vocabulary_loss
 from wavetrain.runtime.parts import Part
+from wavetrain.runtime.spent import charged_change
 from wavetrain.runtime.split import (
     EmbeddingSlice,
     LinearSlice,
@@ -338,22 +339,26 @@ def connect(module: nn.Module, parallel: Parallel) -> None:
     To be called after operators were replaced by slices, if any are; before or after FSDP2.
     """
     group, sequence = parallel.mesh.get_group(), parallel.sequence
-    enter = partial(_on_input, entering(group, sequence=sequence))
+    enter = partial(_on_input, _charged(entering(group, sequence=sequence)))
+    leave = _charged(leaving(group, sequence=sequence))
     for path in (*parallel.entries, *parallel.projections):
         module.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True)
     for path in parallel.exits:
-        module.get_submodule(path).register_forward_hook(partial(_on_output, leaving(group, sequence=sequence)))
+        module.get_submodule(path).register_forward_hook(partial(_on_output, leave))
     for path in parallel.embeddings:
-        module.get_submodule(path).register_forward_hook(partial(_on_output, leaving(group, sequence=False)))
+        module.get_submodule(path).register_forward_hook(partial(_on_output, _charged(leaving(group, sequence=False))))
     if isinstance(module, Stage):
         if module.is_first and sequence:
-            module.get_submodule("embedding").register_forward_hook(partial(_on_output, cutting(group)))
+            module.get_submodule("embedding").register_forward_hook(partial(_on_output, _charged(cutting(group))))
         if parallel.projections:
             first = Segment(parallel.vocab, parallel.vocab).range(parallel.part, group.size())[0]
             module.loss = partial(vocabulary_loss, first=first, group=group)
         return
     for path in parallel.projections:
-        module.get_submodule(path).register_forward_hook(partial(_on_output, joining(group, parallel.vocab)))
+        module.get_submodule(path).register_forward_hook(partial(_on_output, _charged(joining(group, parallel.vocab))))
+
+
+_charged = partial(charged_change, "tensor")
 
 
 def _on_input(

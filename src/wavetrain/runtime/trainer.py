@@ -9,25 +9,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
-import torch._dynamo  # optimizers import it: here once for all, or over a second in every forked rank
-
 from wavetrain.base.codec import Json
 from wavetrain.base.units import format_bytes
-from wavetrain.model.model import Model
 from wavetrain.runtime.beside import alive
-from wavetrain.runtime.chunk import Batch, Chunk, Emulated
-from wavetrain.runtime.executor import Boundary, Executor, Moment
+from wavetrain.runtime.emulator import Emulator
+from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.export import save_model
-from wavetrain.runtime.inject import When, injector, slowed, strike
+from wavetrain.runtime.heap import settle
+from wavetrain.runtime.inject import When, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Done, Learner
-from wavetrain.runtime.links import carrier
 from wavetrain.runtime.logs import RunLog, StepRecord
 from wavetrain.runtime.pace import Pace
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
 from wavetrain.runtime.saving import Saver, is_saved
-from wavetrain.runtime.sharded import FORMATS
+from wavetrain.runtime.spent import Spent
 from wavetrain.runtime.stragglers import as_document
 from wavetrain.runtime.world import World, gloo_group
 
@@ -45,22 +41,25 @@ class RankRecord:
     static_bytes: int
     peak_bytes: int  # parameters, gradients, the optimizer's states, what was gathered, activations
     busy_s: float = 0.0  # computing, of a step
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of a step by term
+    waited_s: float = 0.0  # in the last step
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind
     stragglers: Json = field(default_factory=dict)  # who held the run up; rank 0 knows
 
 
 def train(job: Job, world: World) -> dict[int, RankRecord]:
     """One rank's part of a run; rank 0 gets what all have recorded."""
-    torch.set_num_threads(1)
+    settle()
     strike(job.faults, When.START, rank=world.rank, attempt=world.place.attempt)
     with ExitStack() as stack:
         stack.enter_context(gloo_group(world, timeout_s=job.timeout_s))
-        runner = _Emulator(job, world) if job.emulated else Learner(job, world)
+        runner = Emulator(job, world) if job.emulated else Learner(job, world)
         saver = Saver(job, world, runner) if isinstance(runner, Learner) and is_saved(job) else None
         first = world.progress.step = saver.resume() if saver else 0
         log = stack.enter_context(RunLog(job.logs)) if job.logs is not None and world.rank == 0 else None
         pace = Pace(job, world)
         ends, done = [], list[Done]()
-        begun = time.monotonic()
+        begun, spent = time.monotonic(), Spent()
         for step in range(first, job.steps):
             done.append(runner.step(step))
             ends.append(time.monotonic())
@@ -69,6 +68,7 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
                 saver.after(step + 1)
             if world.rank == 0 and done[-1].loss is not None:
                 _tell(_step_record(job, step, done[-1], ends[-1] - (ends[-2] if done[1:] else begun), runner), log)
+            spent.after(done[-1].moments)
             if done[1:]:
                 done[-2] = Done([], done[-2].loss, done[-2].gradient_norm)  # a long run keeps its last step's moments
         if saver is not None:
@@ -84,6 +84,7 @@ def train(job: Job, world: World) -> dict[int, RankRecord]:
         norms = [d.gradient_norm for d in done if d.gradient_norm is not None]
         pace.tell(ahead_s)
         record = [[end - ahead_s for end in ends], losses, norms, runner.static_bytes, peak, pace.busy_s]
+        record += [spent.medians, spent.waited_s, runner.memory(moments)]
         world.store.set(f"record/{world.rank}", json.dumps(record))
         world.store.set(f"moments/{world.rank}", write_moments(moments, ahead_s=ahead_s))
         if world.rank != 0:
@@ -97,7 +98,7 @@ def _record(world: World, rank: int) -> RankRecord:
     return RankRecord(moments, *json.loads(world.store.get(f"record/{rank}")))
 
 
-def _step_record(job: Job, step: int, done: Done, seconds: float, runner: Learner | _Emulator) -> StepRecord:
+def _step_record(job: Job, step: int, done: Done, seconds: float, runner: Learner | Emulator) -> StepRecord:
     held = max((moment.held_bytes for moment in done.moments), default=0)
     return StepRecord(
         step=step,
@@ -119,37 +120,3 @@ def _tell(record: StepRecord, log: RunLog | None) -> None:
     if record.mfu is not None:
         known["MFU"] = f"{record.mfu:.1%}"
     LOG.info("step %d  %s", record.step, "  ".join(f"{name} {value}" for name, value in known.items()))
-
-
-class _Emulator:
-    """A rank that waits instead of computing; one pipeline stands for all."""
-
-    static_bytes = 0
-
-    def __init__(self, job: Job, world: World) -> None:
-        plan, durations = job.plan, job.emulated
-        assert durations is not None
-        shape = (plan.layout.microbatch, plan.seq_len // plan.layout.cp, _width(plan.model))
-        dtype = FORMATS.get(plan.precision.compute, torch.bfloat16)
-        local = job.actions.placement.local[world.rank]
-        chunks: dict[int, Chunk] = {stage: Emulated(durations[stage], shape, dtype) for stage in local}
-        boundary = Boundary(dict.fromkeys(range(job.actions.num_microbatches), shape), dtype)
-        transport = carrier(job, world, None, boundary)
-        before = injector(job.faults, rank=world.rank, attempt=world.place.attempt)
-        self._executor = Executor(
-            world.rank,
-            job.actions,
-            slowed(chunks, job.faults, world.progress, attempt=world.place.attempt),
-            transport,
-            boundary,
-            progress=world.progress,
-            before=before,
-        )
-
-    def step(self, step: int) -> Done:  # noqa: ARG002
-        return Done(self._executor.step(Batch()))
-
-
-def _width(model: Model) -> int:
-    assert model.architecture is not None
-    return model.architecture.hidden

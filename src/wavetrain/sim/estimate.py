@@ -158,10 +158,11 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
     extra_s = np.where(batch.tp > 1, laws.tensor_host_s, 0.0)[:, None]
     forward_s = np.maximum(times.kernels_s[of, 0], launch_s[of, 0] + extra_s)
     input_s = np.maximum(times.kernels_s[of, 1], launch_s[of, 1] + extra_s)
-    weight_s = np.maximum(times.kernels_s[of, 2], launch_s[of, 2]) + accumulation_seconds(batch, laws)
+    weight_s = np.maximum(times.kernels_s[of, 2], launch_s[of, 2]) + accumulation_seconds(batch, of, laws)
     backward_s = input_s + weight_s
     again_s = np.maximum(times.kernels_s[of, 0], launch_s[of, 0] + laws.recompute_host_s)
-    parts_s = [again_s, times.attention_s[of], times.chosen_s[of]]
+    gap_s = laws.recompute_gap_s
+    parts_s = [again_s + gap_s, times.attention_s[of] + gap_s, times.chosen_s[of]]
     recompute_s = np.select([batch.recompute == kind for kind in (2, 1, 3)], parts_s, 0.0)
     tensor_s, tensor_b_s = tensor_seconds(batch, laws)
     context_f_s, context_b_s = context_seconds(batch, laws)
@@ -184,19 +185,20 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
     )
 
 
-def accumulation_seconds(batch: Batch, laws: Laws) -> Floats:
+def accumulation_seconds(batch: Batch, cases: NDArray[np.intp], laws: Laws) -> Floats:
     """Adding a microbatch's weight gradients to what earlier ones left: read, add, write, whatever its length.
 
     Gradients of sharded parameters are copied into the scatter's buffer instead, which moves as much. Found missing on
     runs with 1,024 tokens per microbatch, which it slows by a tenth.
     """
-    moved = batch.facts.parameters[batch.blocks] * laws.accumulation * batch.precision.gradients.num_bytes
+    moved = batch.facts.parameters[cases] * laws.accumulation * batch.precision.gradients.num_bytes
     return stream_seconds(moved, batch.device)
 
 
 def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: Laws) -> EndTimes:
     """Seconds of the embedding or the head, with the collective that tensor parallelism needs there."""
     parts = np.maximum(times.kernels_s, times.launches * laws.launch_s)[case]
+    weight_s = parts[:, 2] + accumulation_seconds(batch, case, laws)
     one_s = np.zeros(len(batch.tp))
     if (batch.tp > 1).any():
         size = batch.mean_block(batch.facts.output_elements) * batch.precision.compute.num_bytes
@@ -208,9 +210,9 @@ def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: L
         size = batch.facts.logits[case] * batch.precision.compute.num_bytes
         forward_s = forward_s + seconds(Collective.ALL_GATHER, size, Span(batch.tp, 1.0), batch.tiers)
     if head:
-        return EndTimes(forward_s, parts[:, 1] + one_s, parts[:, 2], 0.0 * one_s)
+        return EndTimes(forward_s, parts[:, 1] + one_s, weight_s, 0.0 * one_s)
     gather_s, scatter_s = end_shard_seconds(batch)
-    return EndTimes(forward_s + gather_s, parts[:, 1] + scatter_s, parts[:, 2], gather_s + scatter_s)
+    return EndTimes(forward_s + gather_s, parts[:, 1] + scatter_s, weight_s, gather_s + scatter_s)
 
 
 def tensor_seconds(batch: Batch, laws: Laws) -> tuple[Floats, Floats]:
@@ -402,9 +404,21 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     return {
         "reduction": reduction_s,
         "gather": gather_s,
-        "optimizer": optimizer_seconds(batch, whole, blocks, laws),
+        "optimizer": optimizer_seconds(batch, whole, blocks, laws) + tensors_seconds(batch, laws),
         "host": np.full(len(batch.tp), laws.step_s),
     }
+
+
+def tensors_seconds(batch: Batch, laws: Laws) -> Floats:
+    """What an optimizer takes for each of the fullest rank's tensors, however large they are."""
+    return laws.tensor_step_s * _on_fullest_rank(batch, batch.facts.tensors)
+
+
+def _on_fullest_rank(batch: Batch, values: Floats) -> Floats:
+    """A fact of layers for all of those on the fullest rank; the head is elsewhere where there is a pipeline."""
+    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
+    ends = values[batch.embedding] + np.where(batch.pp == 1, values[batch.head], 0.0)
+    return np.asarray(blocks * batch.mean_block(values) + ends)
 
 
 def rank_reduction_seconds(batch: Batch, parameters: Floats) -> tuple[Floats, Floats]:
@@ -430,8 +444,7 @@ def end_parameters(batch: Batch) -> Floats:
 
 def rank_parameters(batch: Batch) -> Floats:
     """Parameters that the fullest rank computes with, whole or cut."""
-    blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
-    return np.asarray(blocks * batch.mean_block(batch.facts.parameters) + end_parameters(batch))
+    return _on_fullest_rank(batch, batch.facts.parameters)
 
 
 def replicated_parameters(batch: Batch) -> Floats:

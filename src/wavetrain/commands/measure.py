@@ -1,0 +1,224 @@
+"""`wavetrain measure`: microbenchmarks of the devices that are here and of the network between ranks, as a cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wavetrain.base.errors import InputError, Problem
+from wavetrain.commands.shared import AsJson, show, writing
+
+if TYPE_CHECKING:
+    from wavetrain.cluster import Cluster
+    from wavetrain.runtime.samples import Sample
+    from wavetrain.runtime.world import Place, World
+
+MOST_LOCAL = 512
+USUAL_FILE = Path("cluster.yaml")
+TELL_S = 2.0  # between words about progress
+PATIENCE_S = 300.0
+BUSY_SHARE = 0.25  # of the cores, in use by other programs: worth a word
+
+
+def measure(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Cluster file to write; cluster.yaml.")] = None,
+    local: Annotated[
+        int | None, typer.Option(help="Start this many ranks here; one per CUDA device, else per core, at most 8.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="In seconds: fewer sizes and passes.")] = False,
+    network_only: Annotated[
+        bool, typer.Option("--network-only", help="The network alone; devices are as in the catalog.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the devices and the network that are here, and write them as a cluster file."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # these two as in `train`
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    if local is not None and not 1 <= local <= MOST_LOCAL:
+        raise InputError(Problem(where="--local", rule=f"{local}: must be from 1 to {MOST_LOCAL}"))
+    place = _place(local)
+    path = output or USUAL_FILE
+    if place is None or place.rank == 0:
+        _refuse_unwritable(path, named=output is not None)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    begun = time.monotonic()
+    notes = _notes() if place is None or place.rank == 0 else []
+    found = _measured(place, local, quick=quick, network_only=network_only)
+    if found is None:  # another rank shows it
+        return
+    from wavetrain.cluster import write_cluster
+    from wavetrain.show.measure import card, document
+    from wavetrain.study.assemble import raw_of
+
+    cluster, residuals = _cluster(found, network_only=network_only)
+    seconds = round(time.monotonic() - begun, 1)
+    about = {"seconds": seconds, "quick": quick, "device": found.title, "torch": found.torch, "notes": notes}
+    with writing(path):
+        write_cluster(cluster, path, raw=raw_of(found.samples, residuals, about))
+    shown = document(cluster, residuals, about, str(path), computed=not network_only)
+    show(shown, card(shown), as_json)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What ranks have measured, and what they are."""
+
+    samples: tuple[Sample, ...]
+    hosts: int
+    each: int  # ranks on a host
+    device: str
+    title: str
+    memory_bytes: int
+    torch: str
+
+
+def _place(local: int | None) -> Place | None:
+    """Which rank of a launcher's this process is; None where it starts ranks itself."""
+    from wavetrain.runtime.world import place_from_environment
+
+    return None if local is not None else place_from_environment(os.environ)
+
+
+def _refuse_unwritable(path: Path, *, named: bool) -> None:
+    """Before a minute is spent on it."""
+    if path.exists() and not named:
+        rule, remedy = "exists already", f"--output {path} to write over it, or another name"
+        raise InputError(Problem(where=str(path), rule=rule, remedy=remedy))
+    is_new = not path.exists()
+    with writing(path), path.open("ab"):
+        pass
+    if is_new:
+        path.unlink()
+
+
+def _notes() -> list[str]:
+    """What makes a measurement doubtful."""
+    from wavetrain.runtime.machine import busy_cores
+
+    busy, cores = busy_cores(), os.cpu_count() or 1
+    if busy <= BUSY_SHARE * cores:
+        return []
+    note = f"other programs use {busy:.1f} of {cores} cores: times are longer than alone, and won't repeat"
+    print(f"note: {note}", file=sys.stderr)
+    return [note]
+
+
+# --- on the ranks ---
+
+
+def _measured(place: Place | None, local: int | None, *, quick: bool, network_only: bool) -> Found | None:
+    """What all ranks have found, in the process that is to show it."""
+    from wavetrain.runtime.launch import run_local, run_rank
+    from wavetrain.runtime.machine import device_here, ranks_here
+    from wavetrain.runtime.report import Limits
+    from wavetrain.runtime.world import meet
+
+    device, made = device_here(), dict[str, Any]()
+    limits = Limits(floor_s=PATIENCE_S, start_s=PATIENCE_S)
+
+    def work(world: World) -> None:
+        found = _on_rank(world, device, quick=quick, network_only=network_only)
+        if world.rank == 0:
+            made.update(found)
+            world.give(json.dumps(found).encode())
+
+    if place is not None:
+        code = run_rank(work, meet(place), limits=limits)
+    else:
+        outcome = run_local(work, local or ranks_here(device), limits=limits)
+        code = outcome.exit_code
+        made.update(json.loads(outcome.results[0] or b"{}"))
+    if code:
+        raise SystemExit(code)
+    return _read(made) if made else None
+
+
+def _read(made: dict[str, Any]) -> Found:
+    from wavetrain.runtime.samples import Sample
+
+    samples = tuple(Sample(**(row | {"sizes": tuple(row["sizes"])})) for row in made.pop("samples"))
+    return Found(samples, **made)
+
+
+def _on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> dict[str, Any]:
+    from wavetrain.runtime.machine import machine
+    from wavetrain.runtime.measure_network import hosts_of, network_samples
+    from wavetrain.runtime.measure_steps import step_samples
+
+    told, hosts = _Teller(world.rank), hosts_of(world)
+    samples = [] if network_only else _computed(world, device, quick, told)
+    samples += network_samples(world, device=device, quick=quick, told=told)
+    if not network_only and device == "cpu":  # the runtime's own steps
+        samples += step_samples(world, quick=quick, told=told)
+    told.finish()
+    here = asdict(machine(device, ranks=hosts.each))
+    return {"samples": [asdict(sample) for sample in samples], "hosts": hosts.count, "each": hosts.each} | here
+
+
+def _computed(world: World, device: str, quick: bool, told: _Teller) -> list[Sample]:
+    """The median over ranks, on rank 0; what the other ranks return is their own."""
+    from wavetrain.runtime.measure_compute import compute_samples
+
+    own = compute_samples(world, device=device, quick=quick, told=told)
+    world.store.set(f"measure-compute/{world.rank}", json.dumps([sample.seconds for sample in own]))
+    if world.rank != 0:
+        return own
+    rows = [json.loads(world.store.get(f"measure-compute/{rank}")) for rank in range(world.size)]
+    return [replace(one, seconds=median(row)) for one, row in zip(own, zip(*rows, strict=True), strict=True)]
+
+
+class _Teller:
+    """Rank 0's words on stderr about what is being measured: plain lines, on a terminal one that changes."""
+
+    def __init__(self, rank: int) -> None:
+        self._speaks, self._drawn = rank == 0, sys.stderr.isatty()
+        self._begun = self._said = time.monotonic()
+
+    def __call__(self, what: str, share: float) -> None:
+        now = time.monotonic()
+        if self._speaks and now > self._said + (0.2 if self._drawn else TELL_S):
+            self._said = now
+            line = f"progress: {what}, {share:.0%}; {now - self._begun:.0f} s"
+            print(
+                f"\r\x1b[K{line}" if self._drawn else line, end="" if self._drawn else "\n", file=sys.stderr, flush=True
+            )
+
+    def finish(self) -> None:
+        if self._speaks and self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# --- what it comes to ---
+
+
+def _cluster(found: Found, *, network_only: bool) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster, and how far its laws are from samples."""
+    from wavetrain.study.assemble import assemble, like
+    from wavetrain.study.calibrate import calibrate_compute
+    from wavetrain.study.calibrate_network import KINDS, calibrate_network
+    from wavetrain.study.calibrate_steps import in_whole_steps
+
+    base = like(found.device, found.title)
+    device, laws, computed = replace(base, memory_bytes=found.memory_bytes), None, dict[str, float]()
+    if not network_only:
+        own = [sample for sample in found.samples if sample.what not in KINDS]
+        fitted = calibrate_compute(
+            own, name=f"measured-{found.device}", title=found.title, memory_bytes=found.memory_bytes, like=base
+        )
+        device, laws, computed = fitted.device, fitted.laws, fitted.residuals
+    between = [sample for sample in found.samples if sample.what in KINDS]
+    joined = calibrate_network(between, devices=found.each, hosts=found.hosts, tree=found.device == "cuda")
+    name = "measured" if found.hosts == 1 else f"measured:{found.hosts}"
+    cluster = assemble(name, device, joined, laws, devices=found.each, hosts=found.hosts, base=base)
+    cluster = in_whole_steps(cluster, found.samples)
+    residuals = {what: float(f"{error:.3g}") for what, error in computed.items()}
+    return cluster, {"compute": residuals, "network": {key: asdict(one) for key, one in joined.residuals.items()}}

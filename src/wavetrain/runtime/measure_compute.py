@@ -1,0 +1,265 @@
+"""Microbenchmarks of one device: what the runtime's operators take, forward and backward, as training meets them.
+
+An operator is timed as a chain of several, each with weights of its own, under autograd: in training, too, weights have
+left the caches when they are used again, outputs are new memory, and a backward visits its nodes one by one. All chains
+take turns in several passes, and the lower quartile over passes counts: whatever disturbs a machine makes it slower.
+Ranks of one host measure at the same time, since that is how they will train.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
+from torch import Tensor, nn
+
+from wavetrain.runtime.heap import settle
+from wavetrain.runtime.learn import AdamW, Held, clip, optimizer_of
+from wavetrain.runtime.samples import Sample, Small
+from wavetrain.runtime.stages import Stage, cut_into_stages, materialize, sum_of_losses
+from wavetrain.runtime.transformer import Rotary, parts_of
+from wavetrain.runtime.world import World
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LENGTH = 4  # operators in a chain
+LEAST_S = 0.004  # of one timed pass of a chain: shorter ones are repeated
+PASSES, QUICK_PASSES = 5, 3
+PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
+MOST_NARROW = 128 * 128  # inputs of a product in 16 bits: some processors take a hundred times as long as in 32
+STREAMS = ((64, 64), (64, 256), (256, 256), (256, 512), (1024, 512))  # rows, width
+HEADS = ((1, 4, 64, 32), (2, 4, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64))  # batch, heads, length, head_dim
+LOOKUPS = ((128, 64), (512, 128), (1024, 256), (1024, 512))  # rows, width
+LOGITS = ((128, 512), (128, 4096), (512, 4096), (256, 16384))  # rows, vocabulary
+MODELS = (
+    Small(2, 64, 2, 512, 64, 2),
+    Small(2, 256, 4, 2048, 128, 2),
+    Small(2, 128, 2, 1024, 64, 2),
+    Small(1, 512, 8, 4096, 128, 2),
+    Small(2, 192, 3, 512, 256, 1),
+)
+SMALL_VOCABULARY = 256  # where looking up is not hidden by a gradient as large as the table
+
+Timed = Callable[[], object]
+Told = Callable[[str, float], None]  # what is measured now, and the share that is done
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time: `prepare` makes ready for one `act`, untimed; a sample is the time of one of `count` in it."""
+
+    what: str
+    sizes: tuple[int, ...]
+    prepare: Callable[[], Timed]
+    count: int
+    dtype: str = "fp32"
+
+
+def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> list[Sample]:
+    """Time all cases on this rank's device."""
+    settle()
+    found: dict[Case, list[float]] = {}
+    with torch.device(device):
+        cases = [case for dtype in FORMATS for case in _cases(dtype, quick=quick)]
+        cases += [*_copies(quick=quick), *_optimizers(quick=quick), *_models(quick=quick)]
+    passes = QUICK_PASSES if quick else PASSES
+    for number in range(passes + 1):  # the first warms up
+        for at, case in enumerate(cases):
+            world.progress.computing(number, case.what)
+            told(case.what, (number * len(cases) + at) / ((passes + 1) * len(cases)))
+            seconds = _seconds(case, device)
+            if number:
+                found.setdefault(case, []).append(seconds)
+    return [
+        Sample(case.what, case.sizes, lower_quartile(seconds) / case.count, case.dtype)
+        for case, seconds in found.items()
+    ]
+
+
+def _seconds(case: Case, device: str) -> float:
+    """One pass of a case: the least of a few, so that an interruption of the process does not count."""
+    best, spent = float("inf"), 0.0
+    while spent < LEAST_S:
+        act = case.prepare()
+        _wait(device)
+        start = time.perf_counter()
+        act()
+        _wait(device)
+        took = time.perf_counter() - start
+        best, spent = min(best, took), spent + took
+    return best
+
+
+def lower_quartile(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+# --- what is timed ---
+
+
+def _cases(dtype: str, *, quick: bool) -> Iterator[Case]:
+    for rows, width in ((64, 128), (256, 256)) if quick else PRODUCTS:
+        if dtype == "fp32" or rows * width <= MOST_NARROW:
+            yield from _products(rows, width, dtype)
+    for rows, width in ((64, 64), (256, 256)) if quick else STREAMS:
+        yield from _streams(rows, width, dtype)
+    for batch, heads, length, dim in ((1, 4, 64, 32), (1, 4, 256, 64)) if quick else HEADS:
+        yield from _attention(batch, heads, length, dim, dtype)
+    for rows, width in ((128, 64), (512, 128)) if quick else LOOKUPS:
+        yield from _lookup(rows, width, dtype)
+    for rows, vocab in ((128, 512), (256, 4096)) if quick else LOGITS:
+        yield from _logits(rows, vocab, dtype)
+
+
+def _chain(
+    name: str,
+    sizes: tuple[int, ...],
+    make: Sequence[Callable[[Tensor], Tensor]],
+    start: Tensor,
+    dtype: str,
+    learnt: Sequence[nn.Parameter] = (),
+) -> Iterator[Case]:
+    """Forward and backward of functions one after the other; `learnt` are parameters that are no modules'."""
+    parameters = [*learnt, *(p for f in make if isinstance(f, nn.Module) for p in f.parameters())]
+
+    def forward() -> Tensor:
+        hidden = start
+        for f in make:
+            hidden = f(hidden)
+        return hidden
+
+    def ready() -> Timed:
+        for parameter in parameters:
+            parameter.grad = None
+        start.grad = None
+        output = forward()
+        gradient = torch.ones_like(output)
+        return lambda: torch.autograd.backward(output, gradient)
+
+    yield Case(f"{name}-forward", sizes, lambda: forward, len(make), dtype)
+    yield Case(f"{name}-backward", sizes, ready, len(make), dtype)
+
+
+def _source(*sizes: int, dtype: str) -> Tensor:
+    return torch.randn(*sizes, dtype=FORMATS[dtype]).requires_grad_()
+
+
+def _products(rows: int, width: int, dtype: str) -> Iterator[Case]:
+    """Square and oblong linear layers, with and without the gradients of their weights."""
+    for outputs in (width, 4 * width):
+        shapes = [(width, outputs), (outputs, width)] * (LENGTH // 2)
+        for learns in (True, False):
+            layers = [nn.Linear(k, n, dtype=FORMATS[dtype]).requires_grad_(learns) for k, n in shapes]
+            name = "gemm" if learns else "gemm-fixed"
+            forward, backward = _chain(name, (rows, outputs, width), layers, _source(rows, width, dtype=dtype), dtype)
+            yield from (forward, backward) if learns else (backward,)
+
+
+def _streams(rows: int, width: int, dtype: str) -> Iterator[Case]:
+    """Memory-bound operators; sizes are elements."""
+    made: dict[str, list[Callable[[Tensor], Tensor]]] = {
+        "norm": [nn.LayerNorm(width, dtype=FORMATS[dtype]) for _ in range(LENGTH)],
+        "activation": [F.gelu] * LENGTH,
+        "gated": [lambda x: F.silu(x) * x] * LENGTH,
+        "residual": [lambda x: x + x] * LENGTH,
+    }
+    for name, functions in made.items():
+        yield from _chain(name, (rows * width,), functions, _source(rows, width, dtype=dtype), dtype)
+    rotary = Rotary(64, 10_000.0)
+    heads = max(1, width // 64)
+    turned = _source(1, heads, rows, 64, dtype=dtype)
+
+    def turn(x: Tensor) -> Tensor:
+        q, _ = rotary.turn(x, x)
+        return q
+
+    yield from _chain("rotary", (2 * rows * heads * 64,), [turn] * LENGTH, turned, dtype)
+
+
+def _attention(batch: int, heads: int, length: int, dim: int, dtype: str) -> Iterator[Case]:
+    """Fused attention with the views and copies around it: sizes are scores per head and heads x head_dim."""
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = x.chunk(3, -1)
+        q, k, v = (each.view(batch, length, heads, dim).transpose(1, 2) for each in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+    x = _source(batch, length, 3 * heads * dim, dtype=dtype)
+    yield from _chain("attention", (batch, heads, length, dim), [attend], x, dtype)
+
+
+def _lookup(rows: int, width: int, dtype: str) -> Iterator[Case]:
+    tokens = torch.randint(SMALL_VOCABULARY, (1, rows))
+    table = nn.Embedding(SMALL_VOCABULARY, width, dtype=FORMATS[dtype])
+    yield from _chain("lookup", (rows, width), [_Looked(table)], tokens, dtype)
+
+
+def _logits(rows: int, vocab: int, dtype: str) -> Iterator[Case]:
+    """The loss of logits."""
+    tokens = torch.randint(vocab, (1, rows))
+    logits = _source(1, rows, vocab, dtype=dtype)
+    yield from _chain(
+        "logits", (rows, vocab), [lambda x: sum_of_losses(x.flatten(0, 1).float(), tokens.flatten())], logits, dtype
+    )
+
+
+class _Looked(nn.Module):
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)  # type: ignore[no-any-return]
+
+
+def _models(*, quick: bool) -> Iterator[Case]:
+    """Small models as training runs them, where every operator meets cold caches: sizes as in `Small`."""
+    for small in MODELS[:2] if quick else MODELS:
+        stages = cut_into_stages(parts_of(small.model()), (small.layers,), [0])
+        materialize(stages, seed=0)
+        stage, tokens = stages[0], torch.randint(small.vocab, (small.batch, small.length))
+        target = tokens.clone()
+
+        def run(tokens: Tensor, stage: Stage = stage, target: Tensor = target) -> Tensor:
+            return stage(tokens, target)  # type: ignore[no-any-return]
+
+        forward, backward = _chain("model", tuple(small), [run], tokens, "fp32", list(stage.parameters()))
+        yield from (forward, backward)
+
+
+def _copies(*, quick: bool) -> Iterator[Case]:
+    """A plain copy, and gradients that are added to: sizes are bytes, elements."""
+    for count in (2**20, 2**22) if quick else (2**18, 2**20, 2**22, 2**23):
+        source, target = torch.ones(count), torch.ones(count)
+        yield Case("copy", (2 * source.nbytes,), partial(partial, target.copy_, source), 1)
+        yield Case("accumulate", (count,), partial(partial, target.add_, source), 1)
+
+
+def _optimizers(*, quick: bool) -> Iterator[Case]:
+    """What follows a step's last backward: the norm, clipping, AdamW. Sizes are parameters and tensors."""
+    for tensors, each in ((4, 2**19), (48, 2**12)) if quick else ((4, 2**21), (16, 2**18), (32, 2**14), (96, 2**10)):
+        shape = (each // 64, 64) if each > 2**11 else (each,)  # matrices decay, vectors do not
+        values = {str(number): torch.ones(shape) for number in range(tensors)}
+        optimizer = optimizer_of(values, AdamW())
+
+        def ready(values: dict[str, Tensor] = values, step: Timed = optimizer.step) -> Timed:
+            for value in values.values():
+                value.grad = torch.ones_like(value)
+            held = [Held(name, value.grad, counts=True) for name, value in values.items() if value.grad is not None]
+
+            def act() -> None:
+                clip(held, names=tuple(values), most=1.0)
+                step()
+
+            return act
+
+        yield Case("optimizer", (tensors * each, tensors), ready, 1)

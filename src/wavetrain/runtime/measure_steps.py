@@ -1,0 +1,63 @@
+"""Whole steps of small models through the runtime itself: what no operator and no collective takes alone.
+
+Beside compute and messages a step makes a batch, agrees on a loss, hands results from action to action; FSDP2 prepares
+each gather. Those are told from the rest when the laws of operators and collectives are known.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from wavetrain.runtime.heap import settle
+from wavetrain.runtime.job import Job
+from wavetrain.runtime.learner import Learner
+from wavetrain.runtime.measure_compute import Told, lower_quartile
+from wavetrain.runtime.samples import Sample, StepCase, step_cases
+from wavetrain.runtime.world import World, gloo_group
+from wavetrain.schedule import SCHEDULES, Shape, add_communication
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore
+else:
+    from torch.distributed import PrefixStore
+
+STEPS, QUICK_STEPS = 12, 5
+PATIENCE_S = 300.0
+
+
+def step_samples(world: World, *, quick: bool, told: Told) -> list[Sample]:
+    """Every case's step, from the end of one to the end of the next. All ranks call this together and get the same."""
+    settle()
+    cases, found = step_cases(world.size), []
+    for number, case in enumerate(cases):
+        told(case.what, number / len(cases))
+        with _own_keys(world, f"steps/{number}") as own, gloo_group(own, timeout_s=PATIENCE_S):
+            seconds = _seconds(case, own, QUICK_STEPS if quick else STEPS)
+        found.append(Sample(case.what, case.sizes, seconds, ranks=world.size))
+    return found
+
+
+@contextmanager
+def _own_keys(world: World, name: str) -> Iterator[World]:
+    """The same world with a part of the store for itself."""
+    yield replace(world, store=PrefixStore(name, world.store))
+
+
+def _seconds(case: StepCase, world: World, steps: int) -> float:
+    plan = case.plan()
+    layout = plan.layout
+    order = SCHEDULES[layout.schedule].order(Shape(layout.pp, layout.num_microbatches))
+    job = Job(plan=plan, actions=add_communication(order), steps=steps, clip=1.0)
+    learner, ends = Learner(job, world), []
+    for step in range(steps):
+        learner.step(step)
+        ends.append(time.perf_counter())
+    took = lower_quartile([b - a for a, b in pairwise(ends)][1:])
+    world.store.set(f"took/{world.rank}", json.dumps(took))
+    return float(max(json.loads(world.store.get(f"took/{rank}")) for rank in range(world.size)))

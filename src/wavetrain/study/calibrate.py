@@ -1,0 +1,250 @@
+"""From timed operators to a `Device` and the `Laws` of its software: constants that the simulator's laws take.
+
+The laws are those of every other cluster (`cost/`): products by their FLOPs, streams by bytes per element, a gap before
+each kernel. Slopes are fitted to relative errors, so that small and large operators count alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wavetrain.cluster.cluster import AttentionRates, Cluster, Device, Group, Node, Rates
+from wavetrain.cluster.laws import TRAFFICS, Laws, Traffic, load_laws
+from wavetrain.plan.request import Request, plan_of
+from wavetrain.runtime.samples import Sample, Small
+from wavetrain.sim.predict import to_run
+
+Floats = NDArray[np.float64]
+Units = Callable[[tuple[int, ...]], float]
+
+PHASES = ("forward", "backward")
+# Which timed operator stands for a class of traffic. Fused and eager are the same here: it is what the runtime runs,
+# and it has no dropout.
+STANDS_FOR = {
+    Traffic.NORM: "norm",
+    Traffic.NORM_EAGER: "norm",
+    Traffic.ACTIVATION: "activation",
+    Traffic.GATED: "gated",
+    Traffic.RESIDUAL: "residual",
+    Traffic.RESIDUAL_EAGER: "residual",
+    Traffic.DROPOUT: "residual",
+    Traffic.ROTARY: "rotary",
+    Traffic.LOGITS: "logits",
+    Traffic.LOOKUP: "lookup",
+    Traffic.OTHER: "activation",
+}
+LEAST_BYTES = 0.01  # per element: a law's constant is above 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds = start + per_unit * units."""
+
+    start_s: float
+    per_unit_s: float
+    errors: Floats  # of each sample, relative
+
+
+@dataclass(frozen=True)
+class Products:
+    """seconds = start + 2 * rows * columns * (inner + inner_half) / rate."""
+
+    start_s: float
+    rate: float
+    inner_half: float
+    errors: Floats
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was found, and how far the samples are from it."""
+
+    device: Device
+    laws: Laws
+    residuals: dict[str, float]  # by operator, the median relative error of its line
+
+
+def fitted(columns: Sequence[Floats], seconds: Floats) -> tuple[Floats, Floats]:
+    """The weights, none below 0, with which columns come nearest to `seconds`; and the errors. All relative."""
+    table, wanted = np.stack(columns, axis=1) / seconds[:, None], np.ones_like(seconds)
+    kept = list(range(len(columns)))
+    while True:
+        weights = np.zeros(len(columns))
+        weights[kept] = np.linalg.lstsq(table[:, kept], wanted, rcond=None)[0]
+        below = [number for number in kept if weights[number] < 0]
+        if not below:
+            return weights, np.asarray(table @ weights - 1)
+        kept.remove(min(below, key=lambda number: weights[number]))
+
+
+def line(units: Sequence[float], seconds: Sequence[float]) -> Line:
+    x, t = np.asarray(units, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    (start_s, per_unit_s), errors = fitted([np.ones_like(t), x], t)
+    return Line(float(start_s), float(per_unit_s), errors)
+
+
+def calibrate_compute(
+    samples: Sequence[Sample], *, name: str, title: str, memory_bytes: int, like: Device
+) -> Calibrated:
+    """Fit a device and the software on it; what can't be timed (watts, price) is as of the device it is `like`."""
+    formats = sorted({sample.dtype for sample in samples if sample.what.startswith("gemm")})
+    products = {dtype: product_law(samples, dtype) for dtype in formats}
+    rates = {dtype: law.rate for dtype, law in products.items()}
+    main = max(rates, key=lambda dtype: rates[dtype])
+    memory_rate = min(sample.sizes[0] / sample.seconds for sample in samples if sample.what == "copy")  # no cache
+    streams = {
+        (what, phase): line(*_of(samples, f"{what}-{phase}", main, _elements))
+        for what in sorted(set(STANDS_FOR.values()))
+        for phase in PHASES
+    }
+    attention = [line(*_of(samples, f"attention-{phase}", main, _attention_flops)) for phase in PHASES]
+    optimizer = optimizer_seconds(samples)
+    share = 1 / (attention[0].per_unit_s * rates[main])
+    device = replace(
+        like,
+        name=name,
+        title=title,
+        peak=Rates(**rates),
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_rate,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        fp8_efficiency=None,
+        inner_half=products[main].inner_half,
+        vector_inner_half=products[main].inner_half,
+        tile=1,
+        attention=AttentionRates(share, share, share, share),
+    )
+    laws = replace(
+        _here(),
+        forward_bytes=_bytes(streams, "forward", memory_rate),
+        backward_bytes=_bytes(streams, "backward", memory_rate),
+        eager_factor=1.0,
+        attention_backward=attention[1].per_unit_s / attention[0].per_unit_s,
+        accumulation=line(*_of(samples, "accumulate", "fp32", lambda sizes: sizes[0])).per_unit_s * memory_rate / 4,
+        optimizer_bytes=optimizer[0] * memory_rate,
+        tensor_step_s=optimizer[1],
+    )
+    residuals = dict(_residuals(products[main], streams, attention))
+    return in_whole_models(Calibrated(device, laws, residuals), samples)
+
+
+def _here() -> Laws:
+    """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for."""
+    nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "doubling", "reserve_bytes", "buffer_bytes")
+    shown = ("link_exposed", "network_exposed", "tensor_exposed", "context_exposed")
+    values = dict.fromkeys((*nothing, "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
+    return replace(load_laws(), **values)  # type: ignore[arg-type]
+
+
+def in_whole_models(found: Calibrated, samples: Sequence[Sample]) -> Calibrated:
+    """Rates and gaps as they are in whole models, where caches are cold and operators are of all kinds.
+
+    A model's time is scale x (products and attention) + streams + gap x kernels: scale and gap are fitted.
+    """
+    fast = replace(found.device, peak=Rates(**{name: 2 * rate for name, rate in found.device.peak.known().items()}))
+    without, slow = (replace(found.laws, gap_s=gap_s) for gap_s in (0.0, 1.0))
+    rows = []
+    for sample in samples:
+        if sample.what.startswith("model-"):
+            phase = PHASES.index(sample.what.removeprefix("model-"))
+            plain_s, faster_s, gaps_s = (
+                small_seconds(Small(*sample.sizes), device, laws)[phase]
+                for device, laws in ((found.device, without), (fast, without), (found.device, slow))
+            )
+            products_s, kernels = 2 * (plain_s - faster_s), gaps_s - plain_s
+            rows.append((products_s, plain_s - products_s, kernels, sample.seconds))
+    products_s, streams_s, kernels, seconds = np.array(rows, dtype=np.float64).T
+    scale, gap_s = _scale_and_gap(products_s, streams_s, kernels, seconds)
+    errors = (scale * products_s + streams_s + gap_s * kernels) / seconds - 1
+    rates = {name: rate / scale for name, rate in found.device.peak.known().items()}
+    residuals = found.residuals | {"whole models": _middle(errors)}
+    return Calibrated(replace(found.device, peak=Rates(**rates)), replace(found.laws, gap_s=gap_s), residuals)
+
+
+def _scale_and_gap(products_s: Floats, streams_s: Floats, kernels: Floats, seconds: Floats) -> tuple[float, float]:
+    """How much longer products take, and what is lost before each kernel, so that the sums are nearest."""
+    columns = np.stack([products_s, kernels], axis=1) / seconds[:, None]
+    scale, gap_s = np.linalg.lstsq(columns, 1 - streams_s / seconds, rcond=None)[0]
+    return max(float(scale), 0.1), max(float(gap_s), 0.0)
+
+
+def small_seconds(small: Small, device: Device, laws: Laws) -> tuple[float, float]:
+    """What the laws say of a small model's forward and backward on one device."""
+    cluster = Cluster("one", (Group(Node("one", "one", device, 1, 0.0, ()), 1),), own_laws=laws)
+    asked = Request(
+        model=small.model(), cluster=cluster, global_batch=small.batch, microbatch=small.batch, precision="fp32"
+    )
+    _, times = to_run(plan_of(asked))
+    return times[0].f, times[0].i + times[0].w
+
+
+def product_law(samples: Sequence[Sample], dtype: str) -> Products:
+    """Of linear layers, forward and backward together: with fixed weights, only their inputs have gradients.
+
+    A chain has layers of width x outputs and back again, so sizes of results are means over both.
+    """
+    rows = []
+    for sample in samples:
+        if sample.dtype == dtype and sample.what.startswith("gemm"):
+            tokens, outputs, width = sample.sizes
+            volume, result, weights = tokens * outputs * width, tokens * (outputs + width) / 2, outputs * width
+            learns = sample.what == "gemm-backward"
+            rows.append((1 + learns, 2 * volume * (1 + learns), 2 * (result + weights * learns), sample.seconds))
+    kernels, flops, results, seconds = np.array(rows, dtype=np.float64).T
+    (start_s, per_flop_s, per_result_s), errors = fitted([kernels, flops, results], seconds)
+    return Products(float(start_s), 1 / float(per_flop_s), float(per_result_s / per_flop_s), errors)
+
+
+def optimizer_seconds(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Seconds of an optimizer's step per parameter, and per tensor."""
+    rows = [(*sample.sizes, sample.seconds) for sample in samples if sample.what == "optimizer"]
+    parameters, tensors, seconds = np.array(rows, dtype=np.float64).T
+    per_parameter_s, per_tensor_s = fitted([parameters, tensors], seconds)[0]
+    return float(per_parameter_s), float(per_tensor_s)
+
+
+def _bytes(streams: Mapping[tuple[str, str], Line], phase: str, memory_rate: float) -> tuple[float, ...]:
+    usual: tuple[float, ...] = getattr(load_laws(), f"{phase}_bytes")
+    found = list(usual)
+    for number, traffic in enumerate(TRAFFICS):
+        if traffic in STANDS_FOR:
+            found[number] = max(LEAST_BYTES, streams[STANDS_FOR[traffic], phase].per_unit_s * memory_rate)
+    return tuple(found)
+
+
+def _residuals(
+    products: Products, streams: Mapping[tuple[str, str], Line], attention: Sequence[Line]
+) -> Iterable[tuple[str, float]]:
+    """The median error of each law."""
+    yield "products", _middle(products.errors)
+    for (what, phase), one in streams.items():
+        yield f"{what} {phase}", _middle(one.errors)
+    for phase, one in zip(PHASES, attention, strict=True):
+        yield f"attention {phase}", _middle(one.errors)
+
+
+def _middle(errors: Floats) -> float:
+    return float(np.median(np.abs(errors)))
+
+
+# --- samples as units and seconds ---
+
+
+def _of(samples: Sequence[Sample], what: str, dtype: str, units: Units) -> tuple[list[float], list[float]]:
+    chosen = [sample for sample in samples if (sample.what, sample.dtype) == (what, dtype)]
+    return [units(sample.sizes) for sample in chosen], [sample.seconds for sample in chosen]
+
+
+def _elements(sizes: tuple[int, ...]) -> float:
+    return float(np.prod(sizes))
+
+
+def _attention_flops(sizes: tuple[int, ...]) -> float:
+    """Of the half that a causal kernel computes."""
+    batch, heads, length, dim = sizes
+    return 4 * batch * heads * length * length * dim / 2

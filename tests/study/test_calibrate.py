@@ -1,0 +1,157 @@
+"""Constants that were put into samples come out of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wavetrain.cluster import load_cluster
+from wavetrain.runtime.measure_compute import HEADS, LOGITS, LOOKUPS, MODELS, PRODUCTS, STREAMS
+from wavetrain.runtime.samples import PIPELINE, RECOMPUTED, REPLICAS, SHARDED, Sample, Small, StepCase, step_cases
+from wavetrain.sim.predict import simulate
+from wavetrain.study.calibrate import Calibrated, calibrate_compute, fitted, in_whole_models, small_seconds
+from wavetrain.study.calibrate_steps import _with_start, in_whole_steps
+
+RATE, INNER_HALF, START_S = 60e9, 12.0, 8e-6
+PER_ELEMENT_S = {"norm": 0.5e-9, "activation": 1.1e-9, "gated": 1.6e-9, "residual": 0.2e-9, "rotary": 1.3e-9}
+PER_ELEMENT_S |= {"lookup": 0.3e-9, "logits": 1.2e-9}
+BACKWARD = 1.7
+ATTENTION_RATE, ATTENTION_BACKWARD = 25e9, 2.5
+MEMORY_RATE = 20e9
+PARAMETER_S, TENSOR_S = 3e-9, 60e-6
+LIKE = load_cluster("cpu-host").device
+
+
+def streams():
+    sizes = {name: [(rows * width,) for rows, width in STREAMS] for name in PER_ELEMENT_S}
+    sizes |= {"lookup": list(LOOKUPS), "logits": list(LOGITS)}
+    for name, each in sizes.items():
+        for size in each:
+            seconds = START_S + PER_ELEMENT_S[name] * float(np.prod(size))
+            yield Sample(f"{name}-forward", size, seconds)
+            yield Sample(f"{name}-backward", size, BACKWARD * seconds)
+
+
+def products():
+    for rows, width in PRODUCTS:
+        for outputs in (width, 4 * width):
+            flops, result = 2 * rows * outputs * width, rows * (outputs + width)
+            once = START_S + (flops + INNER_HALF * result) / RATE
+            weight = START_S + (flops + INNER_HALF * 2 * outputs * width) / RATE
+            for what, seconds in (("", once), ("-fixed", once)):
+                yield Sample(f"gemm{what}-{'backward' if what else 'forward'}", (rows, outputs, width), seconds)
+            yield Sample("gemm-backward", (rows, outputs, width), once + weight)
+
+
+def others():
+    for batch, heads, length, dim in HEADS:
+        seconds = START_S + 2 * batch * heads * length**2 * dim / ATTENTION_RATE
+        yield Sample("attention-forward", (batch, heads, length, dim), seconds)
+        yield Sample("attention-backward", (batch, heads, length, dim), ATTENTION_BACKWARD * seconds)
+    for size in (2**20, 2**22, 2**25):
+        yield Sample("copy", (size,), size / (MEMORY_RATE if size == 2**25 else 3 * MEMORY_RATE))
+        yield Sample("accumulate", (size,), size * 0.2e-9)
+    for tensors, each in ((4, 2**21), (16, 2**18), (96, 2**10)):
+        yield Sample("optimizer", (tensors * each, tensors), tensors * each * PARAMETER_S + tensors * TENSOR_S)
+
+
+def operators(noise=0.0, seed=0):
+    generator = np.random.default_rng(seed)
+    made = [*streams(), *products(), *others()]
+    return [replace(one, seconds=one.seconds * generator.uniform(1 - noise, 1 + noise)) for one in made]
+
+
+def in_models(device, laws):
+    """Small models that take what these constants say."""
+    for small in MODELS:
+        seconds = small_seconds(small, device, laws)
+        for phase, value in zip(("forward", "backward"), seconds, strict=True):
+            yield Sample(f"model-{phase}", tuple(small), value)
+
+
+def calibrated(samples):
+    return calibrate_compute(samples, name="core", title="a core", memory_bytes=2**33, like=LIKE)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Operators and models agree, but for a gap that only models have."""
+    first = calibrated([*operators(), Sample("model-forward", tuple(MODELS[0]), 0.01)])
+    truth = Calibrated(replace(first.device, peak=replace(first.device.peak, fp32=RATE)), first.laws, {})
+    truth = replace(truth, laws=replace(truth.laws, gap_s=25e-6))
+    return truth, calibrated([*operators(), *in_models(truth.device, truth.laws)])
+
+
+def test_rates_of_the_device(found):
+    _, seen = found
+    assert seen.device.peak.fp32 == pytest.approx(RATE, rel=1e-3)
+    assert seen.device.memory_bytes_per_s == pytest.approx(MEMORY_RATE)
+    assert seen.device.vector_inner_half == pytest.approx(INNER_HALF, rel=1e-3)
+    assert seen.device.attention.flash2 * RATE == pytest.approx(ATTENTION_RATE, rel=1e-3)
+    assert (seen.device.usd_per_hour, seen.device.busy_w) == (LIKE.usd_per_hour, LIKE.busy_w)
+
+
+def test_constants_of_the_software(found):
+    _, seen = found
+    laws = seen.laws
+    assert laws.forward_bytes[0] == pytest.approx(PER_ELEMENT_S["norm"] * MEMORY_RATE, rel=1e-3)
+    assert laws.backward_bytes[0] == pytest.approx(BACKWARD * PER_ELEMENT_S["norm"] * MEMORY_RATE, rel=1e-3)
+    assert laws.attention_backward == pytest.approx(ATTENTION_BACKWARD, rel=1e-3)
+    assert laws.optimizer_bytes / MEMORY_RATE == pytest.approx(PARAMETER_S, rel=1e-3)
+    assert laws.tensor_step_s == pytest.approx(TENSOR_S, rel=1e-3)
+    assert laws.gap_s == pytest.approx(25e-6, rel=1e-3)
+    assert max(seen.residuals.values()) < 1e-3
+
+
+def test_models_decide_where_operators_are_faster_alone(found):
+    truth, seen = found
+    slower = replace(truth.device, peak=replace(truth.device.peak, fp32=RATE / 1.3))
+    again = in_whole_models(seen, list(in_models(slower, truth.laws)))
+    assert again.device.peak.fp32 == pytest.approx(RATE / 1.3, rel=1e-3)
+    assert again.laws.gap_s == pytest.approx(truth.laws.gap_s, rel=1e-2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_of_five_percent_moves_predictions_by_less(found, seed):
+    truth, _ = found
+    generator = np.random.default_rng(seed)
+    models = [
+        replace(one, seconds=one.seconds * generator.uniform(0.95, 1.05)) for one in in_models(truth.device, truth.laws)
+    ]
+    seen = calibrated([*operators(0.05, seed), *models])
+    for small in (Small(4, 96, 3, 1000, 128, 2), Small(3, 384, 6, 4000, 128, 1)):
+        for ours, theirs in zip(
+            small_seconds(small, seen.device, seen.laws), small_seconds(small, truth.device, truth.laws), strict=True
+        ):
+            assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_a_fit_has_no_weights_below_0():
+    seconds = np.array([1.0, 0.9, 0.8])
+    weights, _ = fitted([np.ones(3), np.array([1.0, 2.0, 3.0])], seconds)
+    assert weights[1] == 0
+    assert weights[0] == pytest.approx(0.88, abs=0.02)
+
+
+# --- whole steps ---
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_give_back_the_constants_that_made_them(ranks):
+    base = load_cluster(f"cpu-host:{(ranks + 1) // 2}").part(ranks)
+    base = replace(base, own_laws=replace(base.laws, link_exposed=1.0, network_exposed=1.0))
+    start_s = 0.0009
+    truth = replace(base, own_laws=replace(base.laws, step_s=0.004, gradient_exposed=0.4, message_s=0.0003))
+    truth = _with_start(truth, start_s)
+    samples = [
+        Sample(case.what, case.sizes, simulate(case.plan(truth)).step_s, ranks=ranks) for case in step_cases(ranks)
+    ]
+    seen = in_whole_steps(base, samples)
+    assert seen.laws.step_s == pytest.approx(0.004, rel=1e-3)
+    assert {sample.what for sample in samples} == {REPLICAS, RECOMPUTED} | ({SHARDED, PIPELINE} if ranks > 1 else set())
+    for sample in samples:
+        case = StepCase(sample.what, Small(*sample.sizes), ranks)
+        assert simulate(case.plan(seen)).step_s == pytest.approx(sample.seconds, rel=1e-3)
+    if ranks > 1:
+        assert seen.laws.message_s == pytest.approx(0.0003, rel=1e-3)
+        assert seen.laws.gradient_exposed == pytest.approx(0.4, rel=1e-2)
