@@ -15,6 +15,7 @@ from wavetrain import __version__
 from wavetrain.base.errors import InputError, Problem, WavetrainError, nearest, unknown_name
 from wavetrain.base.units import DType, printable
 from wavetrain.commands.compare import compare
+from wavetrain.commands.demo import demo
 from wavetrain.commands.explain import explain
 from wavetrain.commands.export import export
 from wavetrain.commands.measure import measure
@@ -226,6 +227,7 @@ app.command("explain")(explain)
 app.command("measure")(measure)
 app.command("train")(train)
 app.command("compare")(compare)
+app.command("demo")(demo)
 app.command("export")(export)
 
 

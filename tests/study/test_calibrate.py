@@ -7,14 +7,14 @@ import pytest
 
 from wavetrain.cluster import load_cluster
 from wavetrain.runtime.measure_compute import HEADS, LOGITS, LOOKUPS, MODELS, PRODUCTS, STREAMS
-from wavetrain.runtime.samples import PIPELINE, RECOMPUTED, REPLICAS, SHARDED, Sample, Small, StepCase, step_cases
+from wavetrain.runtime.samples import PIPELINE, RECOMPUTED, REPLICAS, SHARDED, Sample, Small, step_case, step_cases
 from wavetrain.sim.predict import simulate
 from wavetrain.study.calibrate import Calibrated, calibrate_compute, fitted, in_whole_models, small_seconds
-from wavetrain.study.calibrate_steps import _with_start, in_whole_steps
+from wavetrain.study.calibrate_steps import GATHERED, REDUCED, _slower, _start, in_whole_steps
 
 RATE, INNER_HALF, START_S = 60e9, 12.0, 8e-6
 PER_ELEMENT_S = {"norm": 0.5e-9, "activation": 1.1e-9, "gated": 1.6e-9, "residual": 0.2e-9, "rotary": 1.3e-9}
-PER_ELEMENT_S |= {"lookup": 0.3e-9, "logits": 1.2e-9}
+PER_ELEMENT_S |= {"lookup": 0.3e-9, "logits": 1.2e-9, "rms-norm": 0.9e-9}
 BACKWARD = 1.7
 ATTENTION_RATE, ATTENTION_BACKWARD = 25e9, 2.5
 MEMORY_RATE = 20e9
@@ -137,21 +137,25 @@ def test_a_fit_has_no_weights_below_0():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_steps_give_back_the_constants_that_made_them(ranks):
+def test_steps_are_predicted_as_they_were_measured(ranks):
     base = load_cluster(f"cpu-host:{(ranks + 1) // 2}").part(ranks)
     base = replace(base, own_laws=replace(base.laws, link_exposed=1.0, network_exposed=1.0))
-    start_s = 0.0009
     truth = replace(base, own_laws=replace(base.laws, step_s=0.004, gradient_exposed=0.4, message_s=0.0003))
-    truth = _with_start(truth, start_s)
+    truth = replace(truth, own_laws=replace(truth.laws, recompute_gap_s=0.0005))
+    for change, value in (
+        (_start(base, GATHERED), 0.0009),
+        (_slower(base, GATHERED), 0.3),
+        (_start(base, REDUCED), 1e-4),
+    ):
+        truth = change(truth, value)
     samples = [
         Sample(case.what, case.sizes, simulate(case.plan(truth)).step_s, ranks=ranks) for case in step_cases(ranks)
     ]
     seen = in_whole_steps(base, samples)
-    assert seen.laws.step_s == pytest.approx(0.004, rel=1e-3)
-    assert {sample.what for sample in samples} == {REPLICAS, RECOMPUTED} | ({SHARDED, PIPELINE} if ranks > 1 else set())
+    assert {sample.what for sample in samples} == {PIPELINE, RECOMPUTED} | ({SHARDED, REPLICAS} if ranks > 1 else set())
     for sample in samples:
-        case = StepCase(sample.what, Small(*sample.sizes), ranks)
-        assert simulate(case.plan(seen)).step_s == pytest.approx(sample.seconds, rel=1e-3)
+        assert simulate(step_case(sample).plan(seen)).step_s == pytest.approx(sample.seconds, rel=1e-3)
+    assert seen.laws.step_s == pytest.approx(0.004, rel=0.02)
     if ranks > 1:
-        assert seen.laws.message_s == pytest.approx(0.0003, rel=1e-3)
-        assert seen.laws.gradient_exposed == pytest.approx(0.4, rel=1e-2)
+        assert seen.laws.message_s == pytest.approx(0.0003, rel=0.02)
+        assert seen.laws.gradient_exposed == pytest.approx(0.4, rel=0.05)

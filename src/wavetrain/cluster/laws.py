@@ -24,6 +24,7 @@ class Traffic(StrEnum):
 
     NORM = "norm"
     NORM_EAGER = "norm-eager"
+    RMS_NORM = "rms-norm"
     ACTIVATION = "activation"
     GATED = "gated"
     RESIDUAL = "residual"
@@ -65,6 +66,7 @@ class Laws:
     # overlap: the share of the shorter of compute and communication that stays visible
     link_exposed: float  # sharded parameters and gradients inside a node
     network_exposed: float  # and across nodes
+    head_exposed: float  # of the head's, whose products are the longest
     gradient_exposed: float  # gradient reduction behind the backward
     tensor_exposed: float  # tensor-parallel collectives with overlap
     context_exposed: float  # keys and values of context parallelism

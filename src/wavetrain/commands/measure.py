@@ -41,6 +41,17 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Measure the devices and the network that are here, and write them as a cluster file."""
+    from wavetrain.show.measure import card
+
+    shown = write_measured(output, local=local, quick=quick, network_only=network_only)
+    if shown is not None:
+        show(shown, card(shown), as_json)
+
+
+def write_measured(
+    output: Path | None, *, local: int | None = None, quick: bool = False, network_only: bool = False
+) -> dict[str, Any] | None:
+    """Measure and write; what is to be shown of it, on the rank that shows it."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # these two as in `train`
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if local is not None and not 1 <= local <= MOST_LOCAL:
@@ -54,9 +65,9 @@ def measure(
     notes = _notes() if place is None or place.rank == 0 else []
     found = _measured(place, local, quick=quick, network_only=network_only)
     if found is None:  # another rank shows it
-        return
+        return None
     from wavetrain.cluster import write_cluster
-    from wavetrain.show.measure import card, document
+    from wavetrain.show.measure import document
     from wavetrain.study.assemble import raw_of
 
     cluster, residuals = _cluster(found, network_only=network_only)
@@ -64,8 +75,7 @@ def measure(
     about = {"seconds": seconds, "quick": quick, "device": found.title, "torch": found.torch, "notes": notes}
     with writing(path):
         write_cluster(cluster, path, raw=raw_of(found.samples, residuals, about))
-    shown = document(cluster, residuals, about, str(path), computed=not network_only)
-    show(shown, card(shown), as_json)
+    return document(cluster, residuals, about, str(path), computed=not network_only)
 
 
 @dataclass(frozen=True)

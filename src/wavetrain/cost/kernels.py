@@ -160,7 +160,8 @@ def _of(operator: Operator, work: Work, split: Split, stack: Stack, fp8: bool) -
         case Attention():
             yield from _attention(operator, work, split, stack)
         case Norm():
-            traffic = Traffic.NORM if stack.norm is not Fusion.EAGER else Traffic.NORM_EAGER
+            fused = Traffic.RMS_NORM if operator.function == "rmsnorm" else Traffic.NORM
+            traffic = fused if stack.norm is not Fusion.EAGER else Traffic.NORM_EAGER
             yield from _stream(traffic, operator.elements.at(work) / split.whole, eager=stack.norm is Fusion.EAGER)
         case Elementwise():
             yield from _elementwise(operator, work, split, stack)

@@ -167,6 +167,7 @@ def _streams(rows: int, width: int, dtype: str) -> Iterator[Case]:
     """Memory-bound operators; sizes are elements."""
     made: dict[str, list[Callable[[Tensor], Tensor]]] = {
         "norm": [nn.LayerNorm(width, dtype=FORMATS[dtype]) for _ in range(LENGTH)],
+        "rms-norm": [nn.RMSNorm(width, dtype=FORMATS[dtype]) for _ in range(LENGTH)],
         "activation": [F.gelu] * LENGTH,
         "gated": [lambda x: F.silu(x) * x] * LENGTH,
         "residual": [lambda x: x + x] * LENGTH,

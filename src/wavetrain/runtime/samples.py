@@ -43,8 +43,8 @@ class Small(NamedTuple):
 
 REPLICAS, SHARDED, PIPELINE = "step-replicas", "step-sharded", "step-pipeline"
 RECOMPUTED = "step-recomputed"
-_TINY, _SMALL = Small(2, 32, 1, 64, 16, 1), Small(2, 256, 4, 512, 64, 1)
-MICROBATCHES = 8  # in a pipeline
+TINY, WIDE = Small(2, 32, 1, 64, 16, 1), Small(2, 512, 8, 512, 32, 1)
+FEW, MANY = 2, 16  # microbatches in a pipeline
 
 
 class StepCase(NamedTuple):
@@ -52,25 +52,27 @@ class StepCase(NamedTuple):
 
     what: str
     small: Small
+    microbatches: int  # of a replica
     ranks: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(self.small)
+        return (*self.small, self.microbatches)
 
     def plan(self, cluster: Cluster | None = None) -> Plan:
         """How it is run, on a cluster whose laws are to be asked, or on any."""
         if cluster is None:
             cluster = load_cluster(f"cpu-host:{(self.ranks + 1) // 2}").part(self.ranks)
-        piped = self.what == PIPELINE
+        piped = self.what in (PIPELINE, RECOMPUTED)
+        replicas = 1 if piped else self.ranks
         return plan_of(
             Request(
                 model=self.small.model(),
                 cluster=cluster,
-                global_batch=self.small.batch * (MICROBATCHES if piped else self.ranks),
+                global_batch=self.small.batch * self.microbatches * replicas,
                 microbatch=self.small.batch,
                 pp=self.ranks if piped else 1,
-                dp=1 if piped else self.ranks,
+                dp=replicas,
                 shard="dp" if self.what == SHARDED else None,
                 recompute="full" if self.what == RECOMPUTED else "none",
                 precision="fp32",
@@ -78,11 +80,16 @@ class StepCase(NamedTuple):
         )
 
 
+def step_case(sample: Sample) -> StepCase:
+    """What a sample is of."""
+    *small, microbatches = sample.sizes
+    return StepCase(sample.what, Small(*small), microbatches, sample.ranks)
+
+
 def step_cases(ranks: int) -> list[StepCase]:
     """With one rank there is nothing to share."""
-    cases = [StepCase(REPLICAS, _TINY, ranks), StepCase(RECOMPUTED, _TINY, ranks)]
+    deep = TINY._replace(layers=max(2, ranks))
+    cases = [(PIPELINE, deep, FEW), (PIPELINE, deep, MANY), (RECOMPUTED, deep, MANY)]
     if ranks > 1:
-        cases += [StepCase(REPLICAS, _SMALL, ranks), StepCase(SHARDED, _TINY, ranks)]
-        layers = max(2, ranks)
-        cases.append(StepCase(PIPELINE, _TINY._replace(layers=layers), ranks))
-    return cases
+        cases += [(what, small, 1) for what in (REPLICAS, SHARDED) for small in (TINY, WIDE)]
+    return [StepCase(*case, ranks) for case in cases]

@@ -17,15 +17,15 @@ from wavetrain.sim.stages import block_order
 def emulation(plan: Plan, laws: Laws | None = None) -> Emulation:
     """What all ranks of a plan wait for and exchange in a step, as `simulate` counts it."""
     refuse_parts(plan)
-    batch = gather([plan])
-    found = estimate(batch, laws or plan.cluster.laws)
+    batch, laws = gather([plan]), laws or plan.cluster.laws
+    found = estimate(batch, laws)
     order, starts = block_order(plan), np.concatenate([[0], np.cumsum(plan.cut)])
     stages = []
     for stage in range(plan.placement.num_stages):
         piece = stage % len(plan.cut)  # a second copy of the model has the same
         layers = [_block(batch, found, int(variant)) for variant in order[starts[piece] : starts[piece + 1]]]
         first = [_embedding(batch, found)] if plan.placement.is_first(stage) else []
-        last = [_head(batch, found)] if plan.placement.is_last(stage) else []
+        last = [_head(batch, found, laws.head_exposed)] if plan.placement.is_last(stage) else []
         stages.append((*first, *layers, *last))
     return Emulation(tuple(stages), _only(found.tail["optimizer"]), _only(found.tail["host"]))
 
@@ -62,17 +62,20 @@ def _block(batch: Batch, found: Estimate, variant: int) -> LayerWork:
 
 
 def _embedding(batch: Batch, found: Estimate) -> LayerWork:
-    gather_s, scatter_s = end_shard_seconds(batch)
+    gather_s, scatter_s = end_shard_seconds(batch, batch.embedding)
     times = found.embedding
     own = EndTimes(times.f_s - gather_s, times.i_s - scatter_s, times.w_s, 0.0 * gather_s)
     elements, group = round(_only(batch.facts.parameters[batch.embedding])), round(_only(batch.end_group))
     return _end(own, Travel(elements, group, in_backward=False))
 
 
-def _head(batch: Batch, found: Estimate) -> LayerWork:
-    """Its collectives hide behind its products, says the estimate: none is emulated."""
+def _head(batch: Batch, found: Estimate, shown: float) -> LayerWork:
+    """Where its collectives hide behind its products, says the estimate, none is emulated."""
     elements, group = round(_only(batch.facts.parameters[batch.head])), round(_only(batch.end_group))
-    return _end(found.head, Travel(elements, group, hidden=True))
+    gather_s, scatter_s = (shown * part_s for part_s in end_shard_seconds(batch, batch.head))
+    times = found.head
+    own = EndTimes(times.f_s - gather_s, times.i_s - gather_s - scatter_s, times.w_s, 0.0 * gather_s)
+    return _end(own, Travel(elements, group, hidden=not shown))
 
 
 def _end(times: EndTimes, travel: Travel) -> LayerWork:

@@ -210,8 +210,10 @@ def end_times(batch: Batch, times: LayerSeconds, case: NDArray[np.intp], laws: L
         size = batch.facts.logits[case] * batch.precision.compute.num_bytes
         forward_s = forward_s + seconds(Collective.ALL_GATHER, size, Span(batch.tp, 1.0), batch.tiers)
     if head:
-        return EndTimes(forward_s, parts[:, 1] + one_s, weight_s, 0.0 * one_s)
-    gather_s, scatter_s = end_shard_seconds(batch)
+        gather_s, scatter_s = (laws.head_exposed * part_s for part_s in end_shard_seconds(batch, case))
+        back_s = gather_s + scatter_s
+        return EndTimes(forward_s + gather_s, parts[:, 1] + one_s + back_s, weight_s, gather_s + back_s)
+    gather_s, scatter_s = end_shard_seconds(batch, case)
     return EndTimes(forward_s + gather_s, parts[:, 1] + scatter_s, weight_s, gather_s + scatter_s)
 
 
@@ -285,12 +287,13 @@ def part_seconds(batch: Batch, part: Sharded) -> tuple[Floats, Floats]:
     return found[0], found[1]
 
 
-def end_shard_seconds(batch: Batch) -> tuple[Floats, Floats]:
+def end_shard_seconds(batch: Batch, case: NDArray[np.intp]) -> tuple[Floats, Floats]:
     """Gathering the embedding before a forward and scattering its gradient after a backward, once per microbatch.
 
-    Nothing runs beside them: one is the first thing in a step, the other the last. The head's hide behind its products.
+    Nothing runs beside them: one is the first thing in a step, the other the last. The head's hide behind its products
+    where anything does (`head_exposed`); its backward gathers it again.
     """
-    size, span = batch.facts.parameters[batch.embedding], Span(batch.end_group, batch.shard_stride)
+    size, span = batch.facts.parameters[case], Span(batch.end_group, batch.shard_stride)
     gather_s = seconds(Collective.ALL_GATHER, size * batch.precision.compute.num_bytes, span, batch.tiers)
     scatter_s = seconds(Collective.REDUCE_SCATTER, size * batch.precision.gradients.num_bytes, span, batch.tiers)
     return np.asarray(gather_s), np.asarray(scatter_s)

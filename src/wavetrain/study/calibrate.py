@@ -27,6 +27,7 @@ PHASES = ("forward", "backward")
 STANDS_FOR = {
     Traffic.NORM: "norm",
     Traffic.NORM_EAGER: "norm",
+    Traffic.RMS_NORM: "rms-norm",
     Traffic.ACTIVATION: "activation",
     Traffic.GATED: "gated",
     Traffic.RESIDUAL: "residual",
@@ -120,7 +121,7 @@ def calibrate_compute(
         attention=AttentionRates(share, share, share, share),
     )
     laws = replace(
-        _here(),
+        runtime_laws(),
         forward_bytes=_bytes(streams, "forward", memory_rate),
         backward_bytes=_bytes(streams, "backward", memory_rate),
         eager_factor=1.0,
@@ -133,10 +134,10 @@ def calibrate_compute(
     return in_whole_models(Calibrated(device, laws, residuals), samples)
 
 
-def _here() -> Laws:
+def runtime_laws() -> Laws:
     """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for."""
     nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "doubling", "reserve_bytes", "buffer_bytes")
-    shown = ("link_exposed", "network_exposed", "tensor_exposed", "context_exposed")
+    shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed")
     values = dict.fromkeys((*nothing, "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
     return replace(load_laws(), **values)  # type: ignore[arg-type]
 

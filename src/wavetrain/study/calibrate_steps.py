@@ -7,38 +7,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from wavetrain.cluster.cluster import Achieved, Cluster, Network, Tier
-from wavetrain.runtime.samples import PIPELINE, RECOMPUTED, REPLICAS, SHARDED, Sample, Small, StepCase
+from wavetrain.runtime.samples import (
+    FEW,
+    MANY,
+    PIPELINE,
+    RECOMPUTED,
+    REPLICAS,
+    SHARDED,
+    TINY,
+    WIDE,
+    Sample,
+    step_case,
+)
 from wavetrain.sim.predict import simulate
 
 Change = Callable[[Cluster, float], Cluster]
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
+REDUCED = ("all_reduce",)
 UNIT = 1e-3
 SECANTS = 4
-ROUNDS = 5  # of the first two, of which each needs the other
+ROUNDS = 5  # of two constants of which each needs the other
 
 
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
-    """The cluster with what a step takes once, what messages and gathers take on the host, how far gradients hide.
+    """The cluster with what only whole steps show.
 
-    One after the other, each with those before it.
+    Of a pipeline with few and with many microbatches: what a step takes once, and a message on its hosts. With these:
+    what computing again takes. Of a tiny and a wide model on replicas: how much later all-reduces begin than alone, and
+    how far gradients hide; of the same sharded: how much later gathers begin, and how much longer they take, with all
+    that FSDP2 does around them.
     """
-    by_size = sorted((sample for sample in samples if sample.what == REPLICAS), key=lambda sample: sample.sizes)
-    constants: list[Change] = [partial(_with_law, name) for name in ("step_s", "gradient_exposed")]
-    steps = [*zip(by_size, constants, strict=False)] * ROUNDS
-    steps += [(sample, partial(_with_law, "recompute_gap_s")) for sample in samples if sample.what == RECOMPUTED]
-    steps += [(sample, _with_start) for sample in samples if sample.what == SHARDED]
-    steps += [(sample, partial(_with_law, "message_s")) for sample in samples if sample.what == PIPELINE]
-    for sample, change in steps:
-        cluster = _solved(cluster, sample, change)
+    by_case = {(sample.what, sample.sizes[1], sample.sizes[-1]): sample for sample in samples if len(sample.sizes) == 7}
+    tiny, wide = TINY.hidden, WIDE.hidden
+    solved: list[list[tuple[tuple[str, int, int], Change]]] = [
+        [((PIPELINE, tiny, FEW), _law("step_s")), ((PIPELINE, tiny, MANY), _law("message_s"))],
+        [((RECOMPUTED, tiny, MANY), _law("recompute_gap_s"))],
+        [((REPLICAS, tiny, 1), _start(cluster, REDUCED)), ((REPLICAS, wide, 1), _law("gradient_exposed"))],
+        [((SHARDED, tiny, 1), _start(cluster, GATHERED)), ((SHARDED, wide, 1), _slower(cluster, GATHERED))],
+    ]
+    for together in solved:
+        for case, change in together * (ROUNDS if len(together) > 1 else 1):
+            if case in by_case:
+                cluster = _solved(cluster, by_case[case], change)
     return cluster
 
 
 def _solved(cluster: Cluster, sample: Sample, change: Change) -> Cluster:
     """With the constant for which the prediction is what was measured; not below 0, and a share not above 1."""
-    case = StepCase(sample.what, Small(*sample.sizes), sample.ranks)
+    case = step_case(sample)
 
     def step_s(value: float) -> float:
         return simulate(case.plan(change(cluster, value))).step_s
@@ -52,25 +70,47 @@ def _solved(cluster: Cluster, sample: Sample, change: Change) -> Cluster:
     return change(cluster, value)
 
 
-def _with_law(name: str, cluster: Cluster, value: float) -> Cluster:
+def _law(name: str) -> Change:
     most = 1.0 if name.endswith("_exposed") else float("inf")
-    laws = replace(cluster.laws, **{name: min(value, most)})  # type: ignore[arg-type]
-    return replace(cluster, own_laws=laws)
+
+    def change(cluster: Cluster, value: float) -> Cluster:
+        laws = replace(cluster.laws, **{name: min(value, most)})  # type: ignore[arg-type]
+        return replace(cluster, own_laws=laws)
+
+    return change
 
 
-def _with_start(cluster: Cluster, value: float) -> Cluster:
-    """Each gather and scatter of sharded parameters begins so much later than it does alone."""
-    group = cluster.groups[0]
-    node = group.node
-    tiers = tuple(replace(tier, kinds=_started(tier, value)) for tier in node.tiers)
-    network = node.network and replace(node.network, kinds=_started(node.network, value))
-    return replace(cluster, groups=(replace(group, node=replace(node, tiers=tiers, network=network)),))
+def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
+    """Some kinds of collectives begin so much later than alone."""
+    return _achieved(alone, kinds, lambda own, first, value: replace(own, start_s=first.start_s + value))
 
 
-def _started(links: Tier | Network, value: float) -> tuple[Achieved, ...]:
-    usual = Achieved("", links.efficiency, links.latency_s, links.start_s, links.ramp_s)
-    own = {one.kind: one for one in links.kinds}
-    for kind in GATHERED:
-        known = own.get(kind, usual)
-        own[kind] = replace(known, kind=kind, start_s=known.start_s + value)
-    return tuple(own.values())
+def _slower(alone: Cluster, kinds: Sequence[str]) -> Change:
+    """Some kinds of collectives take so many times longer than alone, beyond once."""
+    return _achieved(alone, kinds, lambda own, first, value: replace(own, efficiency=first.efficiency / (1 + value)))
+
+
+def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, Achieved, float], Achieved]) -> Change:
+    """Change what kinds achieve now, given what they do alone."""
+
+    def on(links: Tier | Network, first: Tier | Network, value: float) -> tuple[Achieved, ...]:
+        own = {one.kind: one for one in links.kinds}
+        for kind in kinds:
+            own[kind] = change(_of(links, kind), _of(first, kind), value)
+        return tuple(own.values())
+
+    def changed(cluster: Cluster, value: float) -> Cluster:
+        group, node, first = cluster.groups[0], cluster.groups[0].node, alone.groups[0].node
+        pairs = zip(node.tiers, first.tiers, strict=True)
+        tiers = tuple(replace(tier, kinds=on(tier, before, value)) for tier, before in pairs)
+        network = node.network
+        if network is not None and first.network is not None:
+            network = replace(network, kinds=on(network, first.network, value))
+        return replace(cluster, groups=(replace(group, node=replace(node, tiers=tiers, network=network)),))
+
+    return changed
+
+
+def _of(links: Tier | Network, kind: str) -> Achieved:
+    usual = Achieved(kind, links.efficiency, links.latency_s, links.start_s, links.ramp_s)
+    return next((one for one in links.kinds if one.kind == kind), usual)

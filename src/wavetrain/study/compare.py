@@ -23,16 +23,16 @@ _ACTION = re.compile(r"\d+(RECOMPUTE|[FBIW])\d+")
 
 CONSTANTS = {  # of each term's law: docs/laws.md
     "compute": "the device's peak_tflops, efficiency.matmul and memory_gb_per_s; forward_bytes, gap_s, launch_s",
-    "recompute": "those of compute; recompute_host_s",
+    "recompute": "those of compute; recompute_host_s, recompute_gap_s",
     "tensor": "the links' collectives.all_reduce; tensor_exposed, tensor_host_s",
     "context": "the links' collectives.all_gather; context_exposed",
-    "sharding": "the links' collectives.all_gather and reduce_scatter; link_exposed, network_exposed",
+    "sharding": "the links' collectives.all_gather and reduce_scatter; link_exposed, network_exposed, head_exposed",
     "transfer": "the links' collectives.send; message_s",
     "bubble": "none of its own; it follows from the times of the stages",
     "reduction": "the links' collectives.all_reduce; gradient_exposed",
     "gather": "the links' collectives.all_gather; gradient_exposed",
-    "optimizer": "optimizer_bytes; the device's memory_gb_per_s",
-    "host": "step_s, tensor_step_s",
+    "optimizer": "optimizer_bytes, tensor_step_s; the device's memory_gb_per_s",
+    "host": "step_s",
     "stragglers": "doubling",
 }
 
