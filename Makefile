@@ -39,6 +39,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/parallelize.py
 	$(BIN)/python benchmarks/osdp_executed.py
 	$(BIN)/python benchmarks/saving.py
+	$(BIN)/python benchmarks/accuracy_real.py > docs/measured-real.md
+	$(BIN)/python benchmarks/repeat_measure.py > docs/measured-twice.md
+	$(BIN)/python benchmarks/accuracy_virtual.py > docs/measured-virtual.md
 
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md

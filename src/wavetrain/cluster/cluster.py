@@ -216,7 +216,7 @@ class Cluster:
             return Cluster(base if count == 1 else f"{base}:{count}", (Group(node, count),), *self._beside)
         if count:
             raise ValueError(f"{num_devices} devices are not whole nodes of {node.num_devices}")
-        some = replace(node, num_devices=num_devices)
+        some = replace(node, num_devices=num_devices, tiers=_within(node.tiers, num_devices))
         return Cluster(f"{base} ({num_devices} of {node.num_devices} devices)", (Group(some, 1),), *self._beside)
 
     @property
@@ -231,6 +231,13 @@ class Cluster:
     def busy_w(self) -> float:
         """Draw of all nodes while training, hosts included."""
         return sum(g.count * (g.node.num_devices * g.node.device.busy_w + g.node.host_w) for g in self.groups)
+
+
+def _within(tiers: tuple[Tier, ...], num_devices: int) -> tuple[Tier, ...]:
+    """The tiers between some devices of a node."""
+    inner = tuple(tier for tier in tiers if tier.size < num_devices)
+    spanning = next((tier for tier in tiers if tier.size >= num_devices), None)
+    return (*inner, replace(spanning, size=num_devices)) if spanning and num_devices > 1 else inner
 
 
 def _tiers(node: Node, num_nodes: int) -> tuple[Tier, ...]:

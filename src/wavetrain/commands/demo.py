@@ -24,6 +24,7 @@ GLOBAL_BATCH = 16
 STEPS = 12
 MODEL = "{name: demo-gpt, family: gpt, layers: 8, hidden: 192, heads: 4, vocab: 512, seq_len: 64}"
 PINS: dict[str, Any] = {"tp": 1, "cp": 1, "pp": 2, "dp": 2, "schedule": "wave", "shard_optimizer": False, "shard": 1}
+FILES = ("cluster.yaml", "plan.json", "report.html", "timelines.svg", "predicted.json")
 SHARDED = ("up", "down")  # of every block, the operators that are cut over the replicas; all others are replicated
 
 
@@ -34,7 +35,7 @@ def demo(
     """Measure this machine, plan for four ranks, predict, train, compare, and write a report."""
     from wavetrain.cluster import load_cluster
     from wavetrain.show.compare_html import page
-    from wavetrain.show.demo import card, document
+    from wavetrain.show.demo import card, document, picture
     from wavetrain.sim.predict import simulate
     from wavetrain.study.compare import compare
     from wavetrain.study.measured import read_run
@@ -45,7 +46,9 @@ def demo(
     begun = time.monotonic()
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    files = {name: output / name for name in ("cluster.yaml", "plan.json", "report.html", "predicted.json")}
+    files = {
+        name: output / name for name in ("cluster.yaml", "plan.json", "report.html", "timelines.svg", "predicted.json")
+    }
     _say(as_json, 1, f"measures this machine with {RANKS} ranks at once")
     write_measured(files["cluster.yaml"], local=RANKS, quick=True)
     _say(as_json, 2, "plans a small GPT: a wave over two stages' ranks, two replicas, the MLPs sharded over them")
@@ -57,10 +60,11 @@ def demo(
     _say(as_json, 4, "compares")
     found: Comparison = compare(plan, predicted, read_run(output / "run"))
     write(files["report.html"], page(found))
+    write(files["timelines.svg"], picture(found))
     paths = {
         "report": files["report.html"],
         "timeline, for ui.perfetto.dev": output / "run" / "measured.json",
-        "picture": output / "run" / "timelines.svg",
+        "picture": files["timelines.svg"],
         "plan": files["plan.json"],
         "this machine": files["cluster.yaml"],
     }

@@ -39,6 +39,7 @@ class Span:
 
     ranks: Array
     stride: Array = 1  # 1 = neighbours (tensor parallel), tp * cp = data parallel
+    together: Array = np.inf  # devices of a domain that send beyond it at once, where not all do
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Reach:
     inner: Floats
     outer: Floats
     whole: Floats  # members of the group
+    together: Floats  # as in `Span`
 
     @property
     def parts(self) -> Floats:
@@ -66,7 +68,7 @@ class Reach:
         Members joined by direct links use only those among themselves; `congestion` is lost per doubling of the parts.
         """
         tier, doublings = self.tier, np.log2(self.parts)
-        rate = tier.bytes_per_s / tier.sharers
+        rate = tier.bytes_per_s / np.maximum(np.minimum(tier.sharers, self.together), 1.0)
         direct = np.inf if tier.pair_bytes_per_s is None else tier.pair_bytes_per_s * (self.parts - 1)
         achieved = np.minimum(rate, direct) * tier.efficiency / (1 + tier.congestion * doublings)
         return np.where(self.crossed, achieved, np.inf)
@@ -86,7 +88,7 @@ def reaches(span: Span, tiers: Sequence[Tier]) -> tuple[Reach, ...]:
     for tier in tiers:
         whole = ranks + 0 * inner
         outer = whole if tier is tiers[-1] else np.clip(tier.size // stride, inner, whole)
-        found.append(Reach(tier, inner, outer, whole))
+        found.append(Reach(tier, inner, outer, whole, np.asarray(span.together, dtype=np.float64)))
         inner = outer
     return tuple(found)
 
@@ -217,7 +219,9 @@ def direct(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) -> Flo
     ranks = group[-1].outer
     latency_s = _worst(group, "latency_s")
     if kind is Collective.SEND:
-        pairs = [Reach(r.tier, np.ones_like(r.inner), np.where(r.crossed, 2.0, 1.0), r.whole) for r in group]
+        pairs = [
+            Reach(r.tier, np.ones_like(r.inner), np.where(r.crossed, 2.0, 1.0), r.whole, r.together) for r in group
+        ]
         return _pipelined(latency_s, num_bytes / reduce(np.minimum, (p.port_bytes_per_s for p in pairs)), group)
     transfer_s = [num_bytes * (ranks - r.inner) / ranks / r.port_bytes_per_s for r in group]
     posted_s = (ranks - 2) * group[0].tier.latency_s

@@ -18,7 +18,7 @@ from wavetrain.runtime.heap import settle
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.measure_compute import Told, lower_quartile
-from wavetrain.runtime.samples import Sample, StepCase, step_cases
+from wavetrain.runtime.samples import TINY, WIDE, Sample, StepCase, step_cases
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Shape, add_communication
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore
 
-STEPS, QUICK_STEPS = 12, 5
+STEPS = {TINY.hidden: 60, WIDE.hidden: 16}  # a tiny step takes some ten milliseconds, and varies more
+QUICK_STEPS = 6
 PATIENCE_S = 300.0
 
 
@@ -38,7 +39,7 @@ def step_samples(world: World, *, quick: bool, told: Told) -> list[Sample]:
     for number, case in enumerate(cases):
         told(case.what, number / len(cases))
         with _own_keys(world, f"steps/{number}") as own, gloo_group(own, timeout_s=PATIENCE_S):
-            seconds = _seconds(case, own, QUICK_STEPS if quick else STEPS)
+            seconds = _seconds(case, own, QUICK_STEPS if quick else STEPS[case.small.hidden])
         found.append(Sample(case.what, case.sizes, seconds, ranks=world.size))
     return found
 

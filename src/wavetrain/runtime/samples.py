@@ -43,7 +43,7 @@ class Small(NamedTuple):
 
 REPLICAS, SHARDED, PIPELINE = "step-replicas", "step-sharded", "step-pipeline"
 RECOMPUTED = "step-recomputed"
-TINY, WIDE = Small(2, 32, 1, 64, 16, 1), Small(2, 512, 8, 512, 32, 1)
+TINY, WIDE = Small(2, 32, 1, 64, 16, 1), Small(2, 384, 6, 512, 32, 1)
 FEW, MANY = 2, 16  # microbatches in a pipeline
 
 

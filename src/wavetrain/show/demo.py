@@ -12,6 +12,7 @@ from rich.text import Text
 from wavetrain.base.units import format_bytes, format_seconds
 from wavetrain.show.tables import grid
 from wavetrain.study.compare import Comparison, Pair
+from wavetrain.timeline.picture import svg
 
 Json = dict[str, Any]
 
@@ -34,6 +35,12 @@ def document(found: Comparison, paths: Mapping[str, Path], *, seconds: float) ->
 
 def _pair(pair: Pair) -> Json:
     return {"predicted": pair.predicted, "measured": pair.measured}
+
+
+def picture(found: Comparison) -> str:
+    """Both timelines of the pipeline, on one scale."""
+    title = f"{found.model}: one step of a pipeline"
+    return svg(found.predicted_timeline, found.measured_timeline, names=("predicted", "measured"), title=title)
 
 
 def card(shown: Json) -> RenderableType:

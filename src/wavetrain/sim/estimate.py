@@ -309,13 +309,16 @@ def message_bytes(batch: Batch) -> Floats:
 
 
 def hop_seconds(batch: Batch) -> Floats:
-    """One message to the next rank over each tier, innermost first (rows), where that is the nearest they share."""
+    """One message to the next rank over each tier, innermost first (rows), where that is the nearest they share.
+
+    Where a domain holds several stages, only the devices of the one at its border send beyond it.
+    """
     stride, size = batch.stage_stride, message_bytes(batch)
     rows, beneath = [], np.ones_like(stride)
     for tier in batch.tiers:
         apart = np.maximum(stride, beneath)
         reached = (batch.pp > 1) & (2 * apart <= tier.size)
-        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0))
+        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0), together=stride)
         rows.append(np.asarray(seconds(Collective.SEND, size, span, batch.tiers)))
         beneath = np.full_like(stride, tier.size)
     return np.stack(rows) if rows else np.zeros((1, len(stride)))
@@ -402,7 +405,8 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
     reduce_s, gather_s = rank_reduction_seconds(batch, every)
     reduction_s, gather_s = share * reduce_s + replica_seconds(batch, every), share * gather_s
     if batch.stack.gradient_overlap:
-        reduction_s = exposed(reduction_s, blocks * block.hiding_s, laws.gradient_exposed)
+        last_s = reduction_s * last_share(batch, every)
+        reduction_s = last_s + exposed(reduction_s - last_s, blocks * block.hiding_s, laws.gradient_exposed)
         gather_s = gather_s * laws.gradient_exposed
     return {
         "reduction": reduction_s,
@@ -422,6 +426,14 @@ def _on_fullest_rank(batch: Batch, values: Floats) -> Floats:
     blocks = np.where(batch.pp == 1, batch.num_blocks, batch.most)
     ends = values[batch.embedding] + np.where(batch.pp == 1, values[batch.head], 0.0)
     return np.asarray(blocks * batch.mean_block(values) + ends)
+
+
+def last_share(batch: Batch, parameters: Floats) -> Floats:
+    """Of gradients that are reduced in pieces, the share of the last piece: nothing is left to hide it behind."""
+    if batch.stack.bucket_bytes is None:
+        return np.zeros_like(parameters)
+    pieces = np.ceil(parameters * batch.precision.gradients.num_bytes / batch.stack.bucket_bytes)
+    return np.asarray(1 / np.maximum(pieces, 1.0))
 
 
 def rank_reduction_seconds(batch: Batch, parameters: Floats) -> tuple[Floats, Floats]:

@@ -6,7 +6,7 @@ Each of these laws is linear in its constant, or nearly so: a few predictions an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from wavetrain.cluster.cluster import Achieved, Cluster, Network, Tier
 from wavetrain.runtime.samples import (
@@ -23,12 +23,23 @@ from wavetrain.runtime.samples import (
 )
 from wavetrain.sim.predict import simulate
 
-Change = Callable[[Cluster, float], Cluster]
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
 REDUCED = ("all_reduce",)
 UNIT = 1e-3
 SECANTS = 4
+VISIBLE = 0.1  # of a step: what a share must be of to be found
 ROUNDS = 5  # of two constants of which each needs the other
+
+
+@dataclass(frozen=True)
+class Change:
+    """A constant to be found: a cluster with another value of it."""
+
+    apply: Callable[[Cluster, float], Cluster]
+    is_share: bool = False  # not above 1
+
+    def __call__(self, cluster: Cluster, value: float) -> Cluster:
+        return self.apply(cluster, min(value, 1.0) if self.is_share else value)
 
 
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
@@ -62,6 +73,8 @@ def _solved(cluster: Cluster, sample: Sample, change: Change) -> Cluster:
         return simulate(case.plan(change(cluster, value))).step_s
 
     none_s, value = step_s(0.0), UNIT
+    if change.is_share and step_s(1.0) - none_s < VISIBLE * sample.seconds:
+        return cluster  # a share of next to nothing could be any
     for _ in range(SECANTS):
         slope = (step_s(value) - none_s) / value
         if sample.seconds <= none_s or slope <= 0:
@@ -71,13 +84,11 @@ def _solved(cluster: Cluster, sample: Sample, change: Change) -> Cluster:
 
 
 def _law(name: str) -> Change:
-    most = 1.0 if name.endswith("_exposed") else float("inf")
-
     def change(cluster: Cluster, value: float) -> Cluster:
-        laws = replace(cluster.laws, **{name: min(value, most)})  # type: ignore[arg-type]
+        laws = replace(cluster.laws, **{name: value})  # type: ignore[arg-type]
         return replace(cluster, own_laws=laws)
 
-    return change
+    return Change(change, is_share=name.endswith("_exposed"))
 
 
 def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
@@ -108,7 +119,7 @@ def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, 
             network = replace(network, kinds=on(network, first.network, value))
         return replace(cluster, groups=(replace(group, node=replace(node, tiers=tiers, network=network)),))
 
-    return changed
+    return Change(changed)
 
 
 def _of(links: Tier | Network, kind: str) -> Achieved:
