@@ -48,8 +48,8 @@ def others():
         seconds = START_S + 2 * batch * heads * length**2 * dim / ATTENTION_RATE
         yield Sample("attention-forward", (batch, heads, length, dim), seconds)
         yield Sample("attention-backward", (batch, heads, length, dim), ATTENTION_BACKWARD * seconds)
-    for size in (2**20, 2**22, 2**25):
-        yield Sample("copy", (size,), size / (MEMORY_RATE if size == 2**25 else 3 * MEMORY_RATE))
+    for size in (2**20, 2**24, 2**25):
+        yield Sample("copy", (size,), size / (3 * MEMORY_RATE if size == 2**20 else MEMORY_RATE))
         yield Sample("accumulate", (size,), size * 0.2e-9)
     for tensors, each in ((4, 2**21), (16, 2**18), (96, 2**10)):
         yield Sample("optimizer", (tensors * each, tensors), tensors * each * PARAMETER_S + tensors * TENSOR_S)
