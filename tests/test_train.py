@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.conftest import Ran
 from tests.runtime.plans import small_model, small_plan
-from tests.soak import often
+from tests.soak import often, sample
 
 from wavetrain.cluster import load_cluster
 from wavetrain.model import load_model
@@ -213,7 +213,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", sample(CONFIGS, 2))
 def test_models_of_transformers_train_in_three_dimensions(run: Run, tmp_path: Path, family: str) -> None:
     """Fifty steps with the curve of one process; the saved model is transformers' own."""
     import torch

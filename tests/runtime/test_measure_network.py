@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from tests.runtime.namespaces import needs_namespaces
+from tests.soak import sample
 
 from wavetrain.base.errors import RunError
 from wavetrain.cluster import Cluster, Group, Node, load_cluster
@@ -69,7 +70,7 @@ def test_the_fitted_law_says_what_was_measured(ranks: int) -> None:
 
 
 @needs_namespaces
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("each", sample([1, 2], 1))
 def test_hosts_are_joined_by_links_of_the_rate_they_have(each: int) -> None:
     """Namespaces are hosts, whose ranks share a NIC and no memory: messages go over gloo, also inside a host."""
     with virtual_cluster(2, rate_bytes_per_s=RATE) as cluster:

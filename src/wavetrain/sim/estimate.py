@@ -318,7 +318,8 @@ def hop_seconds(batch: Batch) -> Floats:
     for tier in batch.tiers:
         apart = np.maximum(stride, beneath)
         reached = (batch.pp > 1) & (2 * apart <= tier.size)
-        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0), together=stride)
+        borders = np.where(batch.pp * stride > 2 * beneath, 2.0, 1.0)  # of a domain between others
+        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0), together=borders * stride)
         rows.append(np.asarray(seconds(Collective.SEND, size, span, batch.tiers)))
         beneath = np.full_like(stride, tier.size)
     return np.stack(rows) if rows else np.zeros((1, len(stride)))
