@@ -29,7 +29,7 @@ from wavetrain.runtime.logs import read_steps
 from wavetrain.runtime.virtual import Network, network
 
 STEPS = 40
-IN_A_ROW = often(50, 3)
+IN_A_ROW = often(50, 2)
 
 
 def two_hosts() -> Plan:

@@ -36,7 +36,7 @@ from wavetrain.runtime.world import gloo_group
 from wavetrain.sim.predict import to_run
 
 STEPS, SEED, MOST_RANKS = 5, 3, 8
-DRAWS = often(300, 8)
+DRAWS = often(300, 5)
 RATE = Rate(peak=1e-3, schedule="cosine", warmup=1, steps=STEPS)
 ADAMW = AdamW(epsilon=1e-4)  # a smaller one makes steps of roundings where a gradient is zero: the bias of keys
 FAMILIES = ("gpt", "gpt2", "llama", "qwen3", "phi3", "bert", "hf-gpt2", "hf-llama", "hf-qwen2", "hf-bert")

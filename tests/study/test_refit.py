@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.runtime.plans import small_model, small_plan
+from tests.soak import sample
 from tests.study.runs import run_of
 
 from wavetrain.base.errors import InputError
@@ -70,7 +71,7 @@ FACTOR = st.floats(0.3, 8.0)
 OFF = st.fixed_dictionaries(dict.fromkeys(("memory", "products", "links", "latency", "optimizer", "host"), FACTOR))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sample(PLANS, 4))
 @given(off=OFF)
 @settings(max_examples=8)
 def test_a_refitted_cluster_predicts_the_run(name, off):
