@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+MAKEFLAGS += --no-print-directory
 # A bf16 product kills the process on some virtual CPUs unless this is set before torch is imported.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench accuracy soak format clean
+.PHONY: demo test packages check bench accuracy soak format clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,8 +19,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
-test: check
+test: check packages
 	$(BIN)/python -m pytest --numprocesses $(JOBS)
+
+# What tests need beside Python: hosts of a virtual cluster, a browser for reports. Without the right to install, they say so.
+packages:
+	@for tool in ip tc chromium; do command -v $$tool > /dev/null || missing=$$tool; done; [ -z "$$missing" ] || \
+		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y iproute2 chromium > /dev/null; } || true
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -13,10 +13,8 @@ import argparse
 import json
 import os
 import random
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # these are read when torch is imported
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -27,7 +25,7 @@ from wavetrain.base.document import parse_yaml
 from wavetrain.base.errors import InputError
 from wavetrain.base.units import DType
 from wavetrain.cluster import Cluster, Device, Group, Node, Rates, load_cluster
-from wavetrain.commands.train_run import job_of
+from wavetrain.commands.train_run import job_of, step_seconds
 from wavetrain.cost.collective import Collective, Span, seconds
 from wavetrain.model import Model
 from wavetrain.model.limits import divisors
@@ -160,7 +158,7 @@ def drawn(case: Case, cluster: Cluster, seed: int) -> Iterator[Plan]:
 
 
 def measured_seconds(plan: Plan, virtual: VirtualCluster, steps: int) -> float:
-    """From the end of one step to the end of the next, the median without the first."""
+    """From the end of one step to the end of the next, the median."""
     job = job_of(plan, emulate=True, every_rank=True, steps=steps)
 
     def work(world: World) -> None:
@@ -169,8 +167,9 @@ def measured_seconds(plan: Plan, virtual: VirtualCluster, steps: int) -> float:
             world.give(json.dumps([record.step_ends_s for record in records.values()]).encode())
 
     ends = json.loads(virtual.run(work, plan.layout.num_devices, limits=PATIENT).check().results[0])
-    latest = [max(each) for each in zip(*ends, strict=True)]
-    return statistics.median(b - a for a, b in pairwise(latest))
+    found = step_seconds(ends)
+    assert found is not None
+    return found
 
 
 def said(plan: Plan) -> str:

@@ -184,11 +184,10 @@ class Asked:
     def question(self, memory_bytes: float) -> Question:
         return question(
             self.model,
-            described(self.measured, memory_bytes, self.folder),
+            replace(described(self.measured, memory_bytes, self.folder), own_laws=laws_here(self.measured)),
             global_batch=RANKS * MICROBATCH,
             precision=FULL,
             stack=EAGER,
-            laws=laws_here(self.measured),
         )
 
     def uniform(self, family: str) -> tuple[Plan, Outline]:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_what_is_best_is_proven(mixed):
     assert proof.is_proven
     assert proof.gap == 0
     assert prove(*mixed).is_proven
+
+
+def test_a_measured_cluster_is_proven_by_its_own_laws():
+    """Of a cluster with laws, rates and overlap of its own, no other plan is said to be better; also of a part of it."""
+    known = load_cluster("dgx-a100:2")
+    laws = replace(known.laws, step_s=0.05, message_s=0.002, gradient_exposed=1.0, link_exposed=1.0)
+    cluster = replace(known, own_laws=laws, overlap=())
+    for options in ({}, {"objective": "devices"}, {"devices": 8}):
+        asked = question(model_of("gpt3-125m", 12), cluster, global_batch=32, seq_len=1024, mixed=False, **options)
+        answer = search(asked)
+        assert prove(answer.best, certificate(answer)).is_proven
+        assert asked.laws == laws
 
 
 @pytest.mark.parametrize("name", TAMPERINGS)

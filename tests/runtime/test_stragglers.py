@@ -318,7 +318,10 @@ def test_a_computing_rank_that_becomes_slow_is_named(tmp_path):
 
 @needs_namespaces
 def test_a_slow_link_of_several_is_named(tmp_path):
-    """The last rank sends on one link only, so its host's way out is that link."""
+    """The last rank sends on one link only, so its host's way out is that link.
+
+    What it acknowledges goes the same way, so the link back may be slow with it, though never slower.
+    """
     made = job(seconds=(0.003,) * RANKS, hidden=256, seq_len=256, transport="gloo", steps=14)
     with network(RANKS) as net:
         shaped = f"tc -n {net.hosts[-1].name} qdisc add dev eth0 root tbf rate 100mbit burst 16kb latency 2s"
@@ -331,7 +334,11 @@ def test_a_slow_link_of_several_is_named(tmp_path):
 
         assert net.run(act) == 0
     found = json.loads((tmp_path / "found").read_text())
-    assert [(one["from"], one["to"]) for one in found["links"]] == [(RANKS - 1, RANKS - 2)]
+    named = {(one["from"], one["to"]): one for one in found["links"]}
+    there, back = (RANKS - 1, RANKS - 2), (RANKS - 2, RANKS - 1)
+    assert there in named
+    assert set(named) <= {there, back}
+    assert max(named, key=lambda link: named[link]["ratio"]) == there
     assert found["ranks"] == []
 
 

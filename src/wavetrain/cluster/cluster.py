@@ -103,11 +103,11 @@ class Tier:
 
     def of(self, kind: str) -> Tier:
         """This tier as a kind of collective finds it."""
-        for own in self.kinds:
-            if own.kind == kind:
-                found = replace(self, efficiency=own.efficiency, latency_s=own.latency_s, kinds=())
-                return replace(found, start_s=own.start_s, ramp_s=own.ramp_s)
-        return self
+        if not self.kinds:
+            return self
+        own = achieved(self, kind)
+        found = replace(self, efficiency=own.efficiency, latency_s=own.latency_s, kinds=())
+        return replace(found, start_s=own.start_s, ramp_s=own.ramp_s)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ class Network:
     ramp_s: float = RAMP_S
     congestion: float = 0.0
     kinds: tuple[Achieved, ...] = ()  # as in `Tier`
+
+
+def achieved(links: Tier | Network, kind: str) -> Achieved:
+    """What a kind of collective achieves over links."""
+    usual = Achieved(kind, links.efficiency, links.latency_s, links.start_s, links.ramp_s)
+    return next((one for one in links.kinds if one.kind == kind), usual)
 
 
 @dataclass(frozen=True)

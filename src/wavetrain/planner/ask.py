@@ -54,7 +54,6 @@ def question(model: Model, cluster: Cluster, *, global_batch: int, **options: An
     stated = {name: value for name, value in options.items() if name in own}
     stated["objective"] = Objective(stated.get("objective", Objective.THROUGHPUT))
     stated.setdefault("seq_len", model.seq_len)
-    stated.setdefault("laws", cluster.laws)
     stated.setdefault("stack", stack_with(cluster.overlap))
     stated.setdefault("precision", precision_for(cluster.device))
     if isinstance(stated["precision"], str):

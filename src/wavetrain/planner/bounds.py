@@ -15,18 +15,14 @@ from numpy.typing import NDArray
 from wavetrain.planner.question import Question
 from wavetrain.planner.space import Degrees, Options, Order, orders, waves_only
 from wavetrain.sim.batch import Batch
-from wavetrain.sim.estimate import (
-    SCHEDULE_KINDS,
-    Estimate,
-    estimate,
-    hop_seconds,
+from wavetrain.sim.ending import (
     optimizer_seconds,
     rank_parameters,
     rank_reduction_seconds,
     replica_seconds,
     replicated_parameters,
-    straggling,
 )
+from wavetrain.sim.estimate import SCHEDULE_KINDS, Estimate, estimate, hop_seconds, straggling
 from wavetrain.sim.memory import Place, chunks_in_flight, memory, reserve_bytes, saved_bytes, static_parts
 from wavetrain.sim.predict import GREEDY
 from wavetrain.sim.sweep import Layouts, distinct, sweep
@@ -229,7 +225,7 @@ def price(question: Question, found: Degrees, options: Options) -> Priced:
 def _least_tail(question: Question, batch: Batch) -> Floats:
     """The end of a step on a rank with as few blocks as the fullest must have; of what overlaps, the share that shows.
 
-    The same laws as `estimate.tail_seconds`, without what is too long to hide behind the backward.
+    The same laws as `ending.tail_seconds`, without what is too long to hide behind the backward.
     """
     laws = question.laws
     whole, every = replicated_parameters(batch), rank_parameters(batch)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from wavetrain.cluster.cluster import Cluster, Group
+from wavetrain.cluster.cluster import Group
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
 from wavetrain.plan.read import canonical, write_plan
@@ -83,7 +83,7 @@ def question_of(plan: Plan, made: Json) -> Question:
     asked = made["question"]
     node = replace(plan.cluster.node, num_devices=asked["node_devices"])
     count = asked["devices"] // asked["node_devices"]
-    cluster = Cluster(plan.cluster.name, (Group(node, count),), plan.cluster.sources)
+    cluster = replace(plan.cluster, groups=(Group(node, count),))
     pins = dict(asked["pins"])
     if "recompute" in pins:
         pins["recompute"] = Recompute(pins["recompute"])

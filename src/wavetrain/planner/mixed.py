@@ -27,14 +27,8 @@ from wavetrain.planner.question import Question
 from wavetrain.planner.rates import Rates, first_row
 from wavetrain.planner.space import node_group
 from wavetrain.sim.batch import Batch, Sharded
-from wavetrain.sim.estimate import (
-    Estimate,
-    estimate,
-    part_seconds,
-    rank_parameters,
-    straggling,
-    tensors_seconds,
-)
+from wavetrain.sim.ending import rank_parameters, tensors_seconds
+from wavetrain.sim.estimate import Estimate, estimate, part_seconds, straggling
 from wavetrain.sim.gather import gather
 from wavetrain.sim.memory import Place, block_ways, end_units, output_bytes, reserve_bytes, saved_bytes, static_parts
 

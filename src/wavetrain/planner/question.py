@@ -10,7 +10,7 @@ import numpy as np
 
 from wavetrain.base.units import DType
 from wavetrain.cluster.cluster import Cluster, Device
-from wavetrain.cluster.laws import Laws, load_laws
+from wavetrain.cluster.laws import Laws
 from wavetrain.model.model import Model
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.plan import Plan
@@ -90,7 +90,10 @@ class Question:
     mixed: bool = True  # blocks and operators may be chosen one by one
     stack: Stack = field(default_factory=Stack)
     precision: Precision = field(default_factory=Precision)
-    laws: Laws = field(default_factory=load_laws)
+
+    @property
+    def laws(self) -> Laws:
+        return self.cluster.laws
 
     @property
     def capacity_bytes(self) -> float:

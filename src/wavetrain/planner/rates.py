@@ -12,7 +12,7 @@ from wavetrain.cost.memory import state_bytes
 from wavetrain.plan.layout import Choice
 from wavetrain.planner.question import Question
 from wavetrain.sim.batch import Batch, Sharded
-from wavetrain.sim.estimate import copies_seconds, rank_reduction_seconds
+from wavetrain.sim.ending import copies_seconds, rank_reduction_seconds
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wavetrain.cost.collective import Collective, Span, fastest
 from wavetrain.sim.batch import Batch
-from wavetrain.sim.estimate import replicated_parameters
+from wavetrain.sim.ending import replicated_parameters
 
 
 def algorithms(batch: Batch) -> dict[str, str]:

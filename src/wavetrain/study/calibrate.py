@@ -43,18 +43,16 @@ LEAST_BYTES = 0.01  # per element: a law's constant is above 0
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = start + per_unit * units."""
+    """seconds = start + per_unit * units; the start is found in whole models."""
 
-    start_s: float
     per_unit_s: float
     errors: Floats  # of each sample, relative
 
 
 @dataclass(frozen=True)
 class Products:
-    """seconds = start + 2 * rows * columns * (inner + inner_half) / rate."""
+    """seconds = start + 2 * rows * columns * (inner + inner_half) / rate; the start is found in whole models."""
 
-    start_s: float
     rate: float
     inner_half: float
     errors: Floats
@@ -84,8 +82,8 @@ def fitted(columns: Sequence[Floats], seconds: Floats) -> tuple[Floats, Floats]:
 
 def line(units: Sequence[float], seconds: Sequence[float]) -> Line:
     x, t = np.asarray(units, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    (start_s, per_unit_s), errors = fitted([np.ones_like(t), x], t)
-    return Line(float(start_s), float(per_unit_s), errors)
+    (_, per_unit_s), errors = fitted([np.ones_like(t), x], t)
+    return Line(float(per_unit_s), errors)
 
 
 def calibrate_compute(
@@ -203,8 +201,8 @@ def product_law(samples: Sequence[Sample], dtype: str) -> Products:
             learns = sample.what == "gemm-backward"
             rows.append((1 + learns, 2 * volume * (1 + learns), 2 * (result + weights * learns), sample.seconds))
     kernels, flops, results, seconds = np.array(rows, dtype=np.float64).T
-    (start_s, per_flop_s, per_result_s), errors = fitted([kernels, flops, results], seconds)
-    return Products(float(start_s), 1 / float(per_flop_s), float(per_result_s / per_flop_s), errors)
+    (_, per_flop_s, per_result_s), errors = fitted([kernels, flops, results], seconds)
+    return Products(1 / float(per_flop_s), float(per_result_s / per_flop_s), errors)
 
 
 def optimizer_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from wavetrain.cluster.cluster import Achieved, Cluster, Network, Tier
+from wavetrain.cluster.cluster import Achieved, Cluster, Network, Tier, achieved
 from wavetrain.runtime.samples import (
     FEW,
     MANY,
@@ -107,7 +107,7 @@ def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, 
     def on(links: Tier | Network, first: Tier | Network, value: float) -> tuple[Achieved, ...]:
         own = {one.kind: one for one in links.kinds}
         for kind in kinds:
-            own[kind] = change(_of(links, kind), _of(first, kind), value)
+            own[kind] = change(achieved(links, kind), achieved(first, kind), value)
         return tuple(own.values())
 
     def changed(cluster: Cluster, value: float) -> Cluster:
@@ -120,8 +120,3 @@ def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, 
         return replace(cluster, groups=(replace(group, node=replace(node, tiers=tiers, network=network)),))
 
     return Change(changed)
-
-
-def _of(links: Tier | Network, kind: str) -> Achieved:
-    usual = Achieved(kind, links.efficiency, links.latency_s, links.start_s, links.ramp_s)
-    return next((one for one in links.kinds if one.kind == kind), usual)

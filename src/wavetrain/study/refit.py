@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from wavetrain.base.errors import InputError, Problem
-from wavetrain.cluster.cluster import Achieved, Cluster, Device, Group, Network, Node, Rates, Tier
+from wavetrain.cluster.cluster import Achieved, Cluster, Device, Group, Network, Node, Rates, Tier, achieved
 from wavetrain.cluster.laws import Laws
 from wavetrain.plan.plan import Plan
 from wavetrain.sim.predict import Prediction, simulate
@@ -212,27 +212,15 @@ def _kinds(links: Tier | Network, factors: Factors) -> tuple[tuple[Achieved, ...
     return tuple(replace(one, efficiency=shares[kind]) for kind, one in found.items()), rate
 
 
-def achieved(links: Tier | Network, kind: str) -> Achieved:
-    """What a kind of collective achieves over links."""
-    usual = Achieved(kind, links.efficiency, links.latency_s, links.start_s, links.ramp_s)
-    return next((one for one in links.kinds if one.kind == kind), usual)
-
-
 def _stretched(one: Achieved, by: float) -> Achieved:
     """Its law is linear in these and in one over the efficiency, so it takes exactly so many times as long."""
     return Achieved(one.kind, one.efficiency / by, one.latency_s * by, one.start_s * by, one.ramp_s * by)
 
 
 def _stated(cluster: Cluster) -> Cluster:
-    """The same as a file can state it: no tier joins more devices than there are; sources are those that still hold."""
-    node = cluster.node
-    inner = [tier for tier in node.tiers if tier.size < node.num_devices or tier.across_nodes]
-    around = [tier for tier in node.tiers if tier.size >= node.num_devices and not tier.across_nodes]
-    tiers = [*inner, *(replace(tier, size=node.num_devices) for tier in around[:1] if node.num_devices > 1)]
-    own = replace(node, tiers=tuple(sorted(tiers, key=lambda tier: tier.size)))
+    """Under a name of its own, with the sources that still hold."""
     kept = tuple(source for source in cluster.sources if not any(word in source.key for word in RESTATED))
-    groups = tuple(Group(own, group.count) for group in cluster.groups)
-    return replace(cluster, name=f"{cluster.name}, refitted", groups=groups, sources=kept)
+    return replace(cluster, name=f"{cluster.name}, refitted", sources=kept)
 
 
 # --- what changed ---
