@@ -4,7 +4,6 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
-MAKEFLAGS += --no-print-directory
 # A bf16 product kills the process on some virtual CPUs unless this is set before torch is imported.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1

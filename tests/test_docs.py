@@ -26,7 +26,8 @@ def blocks(language: str) -> list:
 def shell(command: str) -> str:
     """What a command prints, in the repository, eighty columns wide."""
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": binaries, "COLUMNS": "80", "NO_COLOR": "1", "VENV": sys.prefix}
+    typed = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    environment = {**typed, "PATH": binaries, "COLUMNS": "80", "NO_COLOR": "1", "VENV": sys.prefix}
     done = subprocess.run(
         command,
         shell=True,

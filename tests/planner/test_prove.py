@@ -48,7 +48,7 @@ def test_what_is_best_is_proven(mixed):
 
 
 def test_a_measured_cluster_is_proven_by_its_own_laws():
-    """Of a cluster with laws, rates and overlap of its own, no other plan is said to be better; also of a part of it."""
+    """Of a cluster with laws, rates and overlap of its own, no other plan is said to be better."""
     known = load_cluster("dgx-a100:2")
     laws = replace(known.laws, step_s=0.05, message_s=0.002, gradient_exposed=1.0, link_exposed=1.0)
     cluster = replace(known, own_laws=laws, overlap=())
