@@ -56,7 +56,7 @@ soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py
 	WAVETRAIN_SOAK=1 $(BIN)/python -m pytest tests/runtime/test_executor.py tests/runtime/test_faults.py \
 		tests/runtime/test_composed.py tests/runtime/test_sharded.py tests/runtime/test_memory.py tests/runtime/test_saving.py \
-		tests/runtime/test_killed.py tests/runtime/test_neighbours.py tests/runtime/test_measure_network.py tests/test_elastic.py \
+		tests/runtime/test_killed.py tests/runtime/test_full_disk.py tests/runtime/test_neighbours.py tests/runtime/test_measure_network.py tests/test_elastic.py \
 		tests/test_train.py tests/test_bad_input.py tests/schedule/test_derive.py
 
 format: $(READY)

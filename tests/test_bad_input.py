@@ -11,7 +11,7 @@ from tests.soak import often, sample
 from wavetrain.cli import main
 from wavetrain.model import load_model, write_model
 
-CASES = often(2400, 800)
+CASES = often(2400, 240)
 BATCHES = 8
 
 MODEL = {
@@ -228,7 +228,7 @@ FAMILY_KEYS = {
 NEVER_A_SIZE = ['"four"', "-1", "0", "1.5", "true", "[4]", "NaN", "1e999", "10000000000000000000", '{"value": 8}']
 
 
-@pytest.mark.parametrize("family", sorted(FAMILY_KEYS))
+@pytest.mark.parametrize("family", sample(sorted(FAMILY_KEYS), 4))
 def test_every_size_of_every_family_is_checked(family, tmp_path, capsys):
     good = {"model_type": family, "vocab_size": 97, **dict.fromkeys(FAMILY_KEYS[family], 8)}
     path = tmp_path / "config.json"
@@ -342,7 +342,7 @@ def test_garbage_is_refused(suffix, number, tmp_path, capsys):
 def test_random_bytes_never_end_in_a_traceback(seed, tmp_path, capsys):
     rng = random.Random(seed)
     text = (as_yaml(CLUSTER), as_json(CONFIG), as_yaml(MODEL))[seed % 3].encode()
-    for number in range(150):
+    for number in range(often(150, 50)):
         data = bytearray(text)
         for _ in range(rng.randint(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)

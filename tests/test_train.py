@@ -213,7 +213,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("family", sample(CONFIGS, 2))
+@pytest.mark.parametrize("family", sample(CONFIGS, 1))
 def test_models_of_transformers_train_in_three_dimensions(run: Run, tmp_path: Path, family: str) -> None:
     """Fifty steps with the curve of one process; the saved model is transformers' own."""
     import torch
@@ -229,7 +229,7 @@ def test_models_of_transformers_train_in_three_dimensions(run: Run, tmp_path: Pa
     one = plan_of(replace(request, cluster=request.cluster.part(1), pp=1, dp=1, tp=1))
     options = ["--config", str(config), "--learning-rate", "0.003", "--lr-schedule", "cosine", "--warmup", "5"]
     curves = [
-        losses_of(run, tmp_path, plan, *options, "--save", str(tmp_path / name), steps=often(50, 15))
+        losses_of(run, tmp_path, plan, *options, "--save", str(tmp_path / name), steps=often(50, 8))
         for plan, name in ((one, "one"), (three, "three"))
     ]
     assert curves[0][-1] < curves[0][0] - 0.2

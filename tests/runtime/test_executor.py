@@ -82,7 +82,7 @@ def drawn(number):
     return family, kind, actions, flags
 
 
-@pytest.mark.parametrize("number", range(often(600, 24)))
+@pytest.mark.parametrize("number", range(often(600, 16)))
 def test_draws_equal_one_process(number):
     family, _, actions, flags = drawn(number)
     verify(actions)

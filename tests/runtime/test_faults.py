@@ -52,7 +52,7 @@ def check(report, kind, rank):
 
 
 @pytest.mark.parametrize("transport", ["memory", "gloo"])
-@pytest.mark.parametrize(("kind", "when", "rank"), sample(LOCAL, 5))
+@pytest.mark.parametrize(("kind", "when", "rank"), sample(LOCAL, 4))
 def test_culprit_is_named(kind, when, rank, transport, tmp_path):
     outcome = run(job(kind, when, rank, transport), Limits(floor_s=1.5, start_s=60.0), tmp_path)
     assert outcome.exit_code == 4

@@ -97,7 +97,7 @@ def name_of(case):
     return f"{case.when}-{case.step}-{case.rank}" if hasattr(case, "when") else "".join(map(str, case))
 
 
-@pytest.mark.parametrize(("fault", "hosts"), sample(list(product(KILLS, (ONE, TWO, UNEVEN, FOUR))), 3), ids=name_of)
+@pytest.mark.parametrize(("fault", "hosts"), sample(list(product(KILLS, (ONE, TWO, UNEVEN, FOUR))), 2), ids=name_of)
 def test_a_run_that_is_killed_goes_on_from_memory(fault, hosts, tmp_path, uninterrupted):
     job = job_for(tmp_path, faults=(fault,))
     first = run(job, hosts)
@@ -153,7 +153,7 @@ def killed(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("hosts", "lost", "after"),
-    [(TWO, (0,), 4), (TWO, (1,), 4), (TWO, (0, 1), DISK), (FOUR, (0, 2), 4), (FOUR, (3, 0), DISK)],
+    sample([(TWO, (0,), 4), (TWO, (1,), 4), (TWO, (0, 1), DISK), (FOUR, (0, 2), 4), (FOUR, (3, 0), DISK)], 3),
     ids=str,
 )
 def test_a_host_that_is_lost_costs_no_more_than_a_rank(hosts, lost, after, killed, tmp_path, uninterrupted):

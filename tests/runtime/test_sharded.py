@@ -74,7 +74,7 @@ def drawn(number):
     return family, tied, plan_for(model, dp=dp, microbatches=r.choice([1, 2, 3]), choice=choice(), choices=choices)
 
 
-@pytest.mark.parametrize("number", range(often(24, 6)))
+@pytest.mark.parametrize("number", range(often(24, 4)))
 def test_drawn_plans_train_like_one_process(number):
     family, tied, plan = drawn(number)
     run(lambda: stage_of(family, tied), plan)

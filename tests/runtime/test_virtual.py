@@ -119,9 +119,9 @@ def test_delay_adds_up() -> None:
     for delay_s in (0.0, 0.01, 0.03):
         with virtual_cluster(2, rate_bytes_per_s=RATE, delay_s=delay_s) as cluster:
             found[delay_s] = results(cluster, round_trip_s, 2)[0]
-    assert found[0.0] < 0.003
+    assert found[0.0] < 0.01  # half of what the shorter delay adds, on a busy machine too
     for delay_s in (0.01, 0.03):
-        assert 2 * delay_s <= found[delay_s] < 2 * delay_s + 0.003
+        assert 2 * delay_s <= found[delay_s] < 2 * delay_s + 0.01
 
 
 @needs_namespaces
