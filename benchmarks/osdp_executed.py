@@ -8,6 +8,8 @@ and data and alternate step by step in the same processes; a step's time is the 
 What is held is counted by PyTorch's profiler in one more step: every tensor that is alive, activations and buffers too.
 
     python benchmarks/osdp_executed.py [--rate 1.5gbit] [--repeats 15] [--hidden 512] [--seq-len 128] [--vocab 8000]
+
+`--record src/wavetrain/study/claims/executed.yaml` puts what was measured beside the claims of `docs/claims.md`.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ from wavetrain.runtime.virtual import network
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.show.plan import sentence
 from wavetrain.sim.predict import Outline, outline
+from wavetrain.study.claims.executed import record
 
 RANKS, MICROBATCH, BLOCKS = 2, 2, 6
 FASTER, NO_SLOWER = 1.10, 1.03  # than FSDP2 at least; over DDP's step at most
@@ -378,6 +381,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=8000)
+    parser.add_argument("--record", type=Path, help="file to write what was measured to")
     given = parser.parse_args()
     if os.geteuid() != 0:
         raise SystemExit("network namespaces need root: sudo python benchmarks/osdp_executed.py")
@@ -395,10 +399,17 @@ def main() -> None:
     model = build(architecture, name="small")
     with tempfile.TemporaryDirectory() as folder, limited_hosts(given.rate) as hosts:
         measured = calibrate(hosts, model)
-        report(hosts, Asked(model, measured, Path(folder)), given.rate, given.repeats)
+        values, load = report(hosts, Asked(model, measured, Path(folder)), given.rate, given.repeats)
+    if given.record:
+        sizes = f"--hidden {given.hidden} --seq-len {given.seq_len} --vocab {given.vocab}"
+        options = f"--rate {given.rate} --repeats {given.repeats} {sizes} --record {given.record}"
+        how = f"{RANKS} hosts as network namespaces, link of {given.rate}; median of {given.repeats}"
+        told = f"{how}; load of the machine before: {load:.1f}"
+        record(given.record, "osdp", f"python benchmarks/osdp_executed.py {options}", told, values)
 
 
-def report(hosts: Hosts, asked: Asked, rate: str, repeats: int) -> None:
+def report(hosts: Hosts, asked: Asked, rate: str, repeats: int) -> tuple[dict[str, float], float]:
+    """Print all that was measured; what the claims ask for, and the machine's load before."""
     m, model = asked.measured, asked.model
     print(
         f"{model.num_parameters / 1e6:.1f} M parameters, {MICROBATCH} x {model.seq_len} tokens per rank, {RANKS} hosts;"
@@ -432,6 +443,20 @@ def report(hosts: Hosts, asked: Asked, rate: str, repeats: int) -> None:
         cells += [f"{said.needed_bytes / 1e6:.0f}" if said else "", f"{bytes_allowed / 1e6:.0f}" if said else ""]
         print(f"| {' | '.join(cells)} |")
     print("\n" + "\n".join(verdicts(found, limit, most.needed_bytes)))
+    taken = {name: statistics.median(seconds) for name, seconds in found["seconds"].items()}
+    said_s = {name: said.step_s for name, (_, _, _, said) in rows.items() if said}
+    limits = {"tight": ("mix", limit, mixed), "roomy": ("roomy", most.needed_bytes, roomily)}
+    values = compared(taken) | {f"predicted {name}": value for name, value in compared(said_s).items()}
+    for name, (key, allowed, said) in limits.items():
+        values[f"{name}, of its limit"] = 100 * found["peak"][key] / allowed
+        values[f"predicted {name}, of its limit"] = 100 * said.needed_bytes / allowed
+    return values, load
+
+
+def compared(step_s: dict[str, float]) -> dict[str, float]:
+    """What the claims ask for of the steps of all sides."""
+    gain = 100 * (step_s["fsdp2"] / step_s["mix"] - 1)
+    return {"mixture over FSDP": gain, "mixture over DDP, step": step_s["roomy"] / step_s["ddp"]}
 
 
 TITLES = {

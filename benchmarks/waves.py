@@ -2,7 +2,9 @@
 
 Emulated: the same model, cut ever finer; every order's actions take their nominal time, messages are real. Real: blocks
 of a transformer on two ranks, one core each; the step beside the simulation that is fed with its own action times.
-Repetitions of all orders alternate. `python benchmarks/waves.py [--repeats 7] [--markdown FILE]`
+Repetitions of all orders alternate. `--record` puts what was measured beside the claims of `docs/claims.md`.
+
+    python benchmarks/waves.py [--repeats 7] [--record src/wavetrain/study/claims/executed.yaml]
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from wavetrain.runtime.transport import Transport, links_of
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Actions, Costs, Shape, evaluate
 from wavetrain.sim.replay import idle_share, replay
+from wavetrain.study.claims.executed import record
 
 EMULATED = {
+    "GPipe": ("gpipe", 1),
     "1F1B": ("1f1b", 1),
     "wave, W = 1": ("wave", 1),
     "wave, W = 2": ("wave", 2),
@@ -127,18 +131,26 @@ def measure(make: Callable[[World], dict[str, Step]], ranks: int, repeats: int) 
     }
 
 
+def median_s(found: Found, name: str) -> float:
+    return statistics.median(seconds for seconds, _ in found[name])
+
+
+def median_bubble(found: Found, name: str) -> float:
+    return statistics.median(idle_share(timeline_of(moments)) for _, moments in found[name])
+
+
 def emulated_table(found: Found) -> list[str]:
     lines = [
         "| order | ideal ms | measured ms | over ideal | bubble, simulated | bubble, measured | 1F1B takes longer by |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
-    plain = statistics.median(seconds for seconds, _ in found["1F1B"])
+    plain = median_s(found, "1F1B")
     for name, (kind, waves) in EMULATED.items():
         actions = order(kind, waves, RANKS, MICROBATCHES)
         t = STAGE_S / len(actions.placement.local[0])
         ideal = evaluate(actions, Costs.uniform(actions.placement.num_stages, f=t, i=t, w=t))
-        seconds = statistics.median(seconds for seconds, _ in found[name])
-        bubble = statistics.median(idle_share(timeline_of(moments)) for _, moments in found[name])
+        seconds = median_s(found, name)
+        bubble = median_bubble(found, name)
         cells = [f"{float(ideal.makespan) * 1e3:.0f}", f"{seconds * 1e3:.0f}", f"{seconds / float(ideal.makespan):.3f}"]
         cells += [f"{float(ideal.bubble_fraction):.1%}", f"{bubble:.1%}", f"{plain / seconds - 1:.0%}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -148,10 +160,10 @@ def emulated_table(found: Found) -> list[str]:
 def real_table(found: Found) -> list[str]:
     lines = ["| order | measured ms | of 1F1B's | simulated with its action times, ms | measured over that |"]
     lines.append("|---|---|---|---|---|")
-    plain = statistics.median(seconds for seconds, _ in found["1F1B"])
+    plain = median_s(found, "1F1B")
     for name, (kind, waves) in REAL.items():
         actions = order(kind, waves, REAL_RANKS, REAL_MICROBATCHES)
-        seconds = statistics.median(seconds for seconds, _ in found[name])
+        seconds = median_s(found, name)
         pairs = [(s, replay(actions, timeline_of(moments)).duration_s) for s, moments in found[name]]
         ideal = statistics.median(i for _, i in pairs)
         ratio = statistics.median(s / i for s, i in pairs)
@@ -159,14 +171,38 @@ def real_table(found: Found) -> list[str]:
     return lines
 
 
+CLAIMED = {"GPipe": "gpipe", "1F1B": "dapple", "wave, W = 2": "wave 2", "wave, W = 4": "wave 4"}  # names in the claims
+
+
+def measured(emulated: Found, real: Found) -> dict[str, float]:
+    """What the claims ask for, in percent: bubbles, and rates of waves over others'."""
+    values = {f"bubble {claimed}": 100 * median_bubble(emulated, name) for name, claimed in CLAIMED.items()}
+    for name in ("wave, W = 2", "wave, W = 4"):
+        for other in ("1F1B", "GPipe"):
+            ratio = median_s(emulated, other) / median_s(emulated, name)
+            values[f"{CLAIMED[name]} over {CLAIMED[other]}"] = 100 * ratio
+        values[f"real {CLAIMED[name]} over dapple"] = 100 * median_s(real, "1F1B") / median_s(real, name)
+    return values
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--record", type=Path, help="file to write what was measured to")
     given = parser.parse_args()
+    load = os.getloadavg()[0]
     print(f"Emulated: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {STAGE_S * 1e3:.0f} ms per rank, 64 KB\n")
-    print("\n".join(emulated_table(measure(emulated_steps, RANKS, given.repeats))))
+    emulated = measure(emulated_steps, RANKS, given.repeats)
+    print("\n".join(emulated_table(emulated)))
     print(f"\nReal: 16 blocks of width 256, {REAL_RANKS} ranks, {REAL_MICROBATCHES} microbatches of {SIZE} x 192\n")
-    print("\n".join(real_table(measure(real_steps, REAL_RANKS, given.repeats))))
+    real = measure(real_steps, REAL_RANKS, given.repeats)
+    print("\n".join(real_table(real)))
+    if given.record:
+        command = f"python benchmarks/waves.py --repeats {given.repeats} --record {given.record}"
+        how = f"{RANKS} emulated ranks whose messages are real, 2 ranks that compute; median of {given.repeats}"
+        record(
+            given.record, "waves", command, f"{how}; load of the machine before: {load:.1f}", measured(emulated, real)
+        )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,9 @@ lets it choose anything. `--llama3` adds the layouts of the Llama 3 paper, `--wa
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from claims import FIGURE_9, HANAYO_MICROBATCH, HANAYO_SEQ, LLAMA_3, SCHEMES, halved, hanayo_plan, timed_seconds
 
 from wavetrain.base.units import format_seconds
 from wavetrain.plan.cut import counted_cut, even_cut
@@ -28,6 +24,8 @@ from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import Answer, search
 from wavetrain.show.plan import terms_words
 from wavetrain.sim.predict import outline
+from wavetrain.study.claims.hanayo import FIGURE_9, MICROBATCH, SCHEMES, SEQ_LEN, halved, hanayo_plan, timed_seconds
+from wavetrain.study.claims.series import LLAMA_3
 from wavetrain.study.rows import Inexpressible, plan_of, read_rows
 
 NEAR = 0.05
@@ -179,10 +177,10 @@ def line(item: Judged) -> str:
 
 
 def wave_plan(cluster: str, ranks: int, waves: int) -> Plan:
-    """Hanayo's BERT in so many waves on pipelines of so many ranks, as `validation/claims.py` runs it."""
-    size = HANAYO_MICROBATCH
+    """Hanayo's BERT in so many waves on pipelines of so many ranks, as its claims run it."""
+    size = MICROBATCH
     layout = Layout(global_batch=8 * size, microbatch=size, dp=8 // ranks, pp=ranks, schedule="wave", waves=waves)
-    return hanayo_plan(halved("hanayo-bert", HANAYO_SEQ), "tacc:4" if cluster == "tacc" else cluster, layout)
+    return hanayo_plan(halved("hanayo-bert", SEQ_LEN), "tacc:4" if cluster == "tacc" else cluster, layout)
 
 
 def wave_seconds(plan: Plan) -> dict[int, float]:

@@ -22,6 +22,7 @@ from wavetrain.commands.measure import measure
 from wavetrain.commands.plan import plan as plan_command
 from wavetrain.commands.progress import progress
 from wavetrain.commands.shared import CHECK_FAILED, MOST_DEGREE, AsJson, one_of, refuse_beside, show, write, writing
+from wavetrain.commands.study import study
 from wavetrain.commands.train import train
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ app.command("train")(train)
 app.command("compare")(compare)
 app.command("demo")(demo)
 app.command("export")(export)
+app.command("study")(study)
 
 
 @app.command()

@@ -5,7 +5,8 @@ from dataclasses import replace
 from wavetrain.cluster import load_cluster
 from wavetrain.model import load_model
 from wavetrain.plan import Choice, OperatorChoice, Request, plan_of
-from wavetrain.show.plan import best_document, best_words, layouts, sentence, terms_words
+from wavetrain.plan.words import sentence
+from wavetrain.show.plan import best_document, best_words, layouts, terms_words
 
 MODEL, CLUSTER = load_model("gpt3-1.3b"), load_cluster("dgx-a100:2")
 

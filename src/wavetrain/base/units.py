@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from decimal import Context, Decimal
 from enum import StrEnum
 
@@ -55,6 +57,12 @@ def printable(value: object, *, most: int = 80) -> str:
     text = value if isinstance(value, str) else repr(value)[: most + 1]
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def amount(text: str, units: Mapping[str, float]) -> float | None:
+    """A number with one of the units behind it, as people write it: 1T, 50%; None where it is none."""
+    matched = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?(?:e\d{1,2})?)\s*([A-Za-z%]*)", text.strip())
+    return float(matched[1]) * units[matched[2]] if matched and matched[2] in units else None
 
 
 def _scaled(value: float, suffixes: tuple[str, ...], step: int, unit: str) -> str:

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from wavetrain.base.units import format_bytes, format_seconds
+from wavetrain.plan.words import sentence
 from wavetrain.planner.explain import Compared, Explanation, Flip
-from wavetrain.show.plan import compared_data, lost_words, sentence
+from wavetrain.show.plan import compared_data, lost_words
 from wavetrain.show.tables import facts, grid
 
 Json = dict[str, Any]
