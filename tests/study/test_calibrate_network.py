@@ -46,7 +46,8 @@ def shapes(devices: int, hosts: int) -> list[tuple[str, int, int]]:
     across = [(hosts, hosts)] * (hosts > 1) + [(devices * hosts, hosts)] * (hosts > 1 and devices > 1)
     groups = [(n, 1) for n in inside] + across
     sends = [("send", 2, 1)] * (devices > 1) + [("send", 2, 2)] * (hosts > 1)
-    return [(kind.value, n, h) for kind in KINDS[1:] for n, h in groups] + sends
+    pairs = [(kind.value, 2, 2) for kind in KINDS[1:]] * (hosts > 2)
+    return [(kind.value, n, h) for kind in KINDS[1:] for n, h in groups] + sends + pairs
 
 
 def told(cluster: Cluster, sample: Sample) -> float:
@@ -76,13 +77,16 @@ def made(cluster: Cluster, *, noise: float, seed: int) -> list[Sample]:
     ],
 )
 def test_predicts_what_the_samples_were_made_of(devices: int, hosts: int, inside: dict, tree: bool, seed: int) -> None:
-    """With up to 5 % of noise on each sample, the fitted law is within 4 % of the true one for nine samples of ten."""
+    """With up to 5 % of noise on each sample, the fitted law is within 4 % of the true one for nine samples of ten.
+
+    For none, also of the shortest, and of pairs of hosts among several, it is off by twice the noise.
+    """
     truth = true_cluster(devices, hosts, inside, tree=tree)
     samples = made(truth, noise=0.05, seed=seed)
     found = cluster_of(calibrate_network(samples, devices=devices, hosts=hosts, tree=tree), devices, hosts)
     errors = np.array([abs(told(found, s) / told(truth, s) - 1) for s in samples])
     assert np.quantile(errors, 0.9) < 0.04
-    assert errors.max() < 0.08
+    assert errors.max() < 2 * 0.05
 
 
 def test_without_noise_there_is_nothing_left() -> None:
@@ -94,6 +98,19 @@ def test_without_noise_there_is_nothing_left() -> None:
     assert by_kind["all_gather"].latency_s == pytest.approx(120e-6, rel=0.01)
     assert by_kind["all_gather"].start_s == pytest.approx(60e-6, rel=0.02)
     assert by_kind["all_reduce"].start_s == 0.0
+
+
+def test_pairs_that_are_slower_are_found_to_be() -> None:
+    """Where groups of two move a byte in longer than others do; elsewhere nothing of the kind is found."""
+    slower = {kind: [*values, 0.25 if kind == "all_gather" else 0.0] for kind, values in GLOO.items()}
+    truth = true_cluster(1, 4, {})
+    network = replace(truth.node.network, kinds=kinds(slower))
+    truth = replace(truth, groups=(Group(replace(truth.node, network=network), 4),))
+    joined = calibrate_network(made(truth, noise=0.02, seed=0), devices=1, hosts=4, tree=False)
+    assert joined.network is not None
+    found = {one.kind: one.pair_loss for one in joined.network.kinds}
+    assert found.pop("all_gather") == pytest.approx(0.25, rel=0.1)
+    assert set(found.values()) == {0.0}
 
 
 def test_constants_repeat_themselves() -> None:

@@ -79,6 +79,7 @@ class Achieved:
     latency_s: float
     start_s: float
     ramp_s: float
+    pair_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Tier:
     relay_s: float | None = None  # a step inside this tier of a ring that goes on beyond it; None: as latency_s
     multicast: float = 0.0  # share of the achieved rate when the switch reduces (NVLS); 0 = it can't
     pair_bytes_per_s: float | None = None  # direct links: what a pair alone has; None = a switch
+    pair_loss: float = 0.0  # further time, over that of a byte, in a group of two
     kinds: tuple[Achieved, ...] = ()  # of collectives that differ
 
     def of(self, kind: str) -> Tier:
@@ -107,7 +109,7 @@ class Tier:
             return self
         own = achieved(self, kind)
         found = replace(self, efficiency=own.efficiency, latency_s=own.latency_s, kinds=())
-        return replace(found, start_s=own.start_s, ramp_s=own.ramp_s)
+        return replace(found, start_s=own.start_s, ramp_s=own.ramp_s, pair_loss=own.pair_loss)
 
 
 @dataclass(frozen=True)

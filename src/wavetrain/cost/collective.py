@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from wavetrain.cluster.cluster import Tier
 
+PAIR = 2.0
+
 Floats = NDArray[np.float64]
 Array = float | Floats
 
@@ -65,12 +67,14 @@ class Reach:
     def port_bytes_per_s(self) -> Floats:
         """What one member achieves over this tier while all groups of the node do the same; inf if not crossed.
 
-        Members joined by direct links use only those among themselves; `congestion` is lost per doubling of the parts.
+        Members joined by direct links use only those among themselves; `congestion` is lost per doubling of the parts,
+        `pair_loss` in a group of two (gloo's rings send both ways between the same two hosts).
         """
         tier, doublings = self.tier, np.log2(self.parts)
         rate = tier.bytes_per_s / np.maximum(np.minimum(tier.sharers, self.together), 1.0)
         direct = np.inf if tier.pair_bytes_per_s is None else tier.pair_bytes_per_s * (self.parts - 1)
-        achieved = np.minimum(rate, direct) * tier.efficiency / (1 + tier.congestion * doublings)
+        lost = (1 + tier.congestion * doublings) * (1 + tier.pair_loss * (self.whole == PAIR))
+        achieved = np.minimum(rate, direct) * tier.efficiency / lost
         return np.where(self.crossed, achieved, np.inf)
 
 

@@ -42,6 +42,7 @@ LEAST_PASSES, MOST_PASSES = 3, 60
 LEAST_AHEAD_S, MOST_AHEAD_S = 0.5e-3, 20e-3  # from the word to start until the start
 SMALL_S = 2e-3  # shorter passes are repeated within a turn
 PATIENCE_S = 300.0
+PAIR = 2  # hosts
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,13 @@ def _kinds(world: World, hosts: Hosts, device: str, effort: Effort) -> list[list
 
 
 def _rings(world: World, hosts: Hosts) -> list[Ring]:
-    """Groups of 2, 4, ... neighbours and all of a host; one rank per host; all ranks. All ranks make all groups."""
+    """Groups of 2, 4, ... neighbours and all of a host; a rank of two hosts, of all; all. All make all groups."""
     every = range(world.size)
     sizes = [2**k for k in range(1, 10) if 2**k < hosts.each and hosts.each % 2**k == 0] + [hosts.each]
     shapes = [([list(every[i : i + n]) for i in every[::n]], n, 1) for n in sizes if n > 1]
+    if hosts.count > PAIR and hosts.count % PAIR == 0:
+        firsts = [a for a in every if a // hosts.each % PAIR == 0]
+        shapes.append(([[a, a + hosts.each] for a in firsts], PAIR, PAIR))
     if hosts.count > 1:
         shapes.append(([list(every[i :: hosts.each]) for i in range(hosts.each)], hosts.count, hosts.count))
         if hosts.each > 1:

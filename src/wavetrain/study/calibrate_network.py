@@ -30,8 +30,10 @@ OUTLIER = 0.15  # a relative error from which on it counts less than its square
 PAYS = 0.85  # a further constant must shrink the error to this share
 MATTERS = 0.01  # of a sample's time: a constant that adds less to all of them is none
 START_COUNTS = 0.5  # of a further constant: where a start and a latency explain as much, it is the latency
+PAIR_COUNTS = 2.0  # of further constants: a loss in pairs is the rarest of all
 NEARLY_NONE = 1e-3  # of a sample's time
 ALIKE = 30.0  # condition number from which on constants can't be told apart
+EACH, LATENCY, BYTE, PAIR_BYTE = 4, 1, 2, 3  # constants of a tier that the fit solves for, the start first
 RAMPS_S = (0.0, *(float(ramp) for ramp in np.geomspace(10e-6, 20e-3, 12)))
 
 
@@ -54,12 +56,17 @@ class Joined:
 
 @dataclass(frozen=True)
 class Constants:
-    """Of one kind over one tier; `byte_s` are seconds per byte at full rate of one device."""
+    """Of one kind over one tier; `byte_s` are seconds per byte at full rate of one device, `pair_s` more in a pair."""
 
     start_s: float
     latency_s: float
     byte_s: float
+    pair_s: float
     ramp_s: float
+
+    @property
+    def pair_loss(self) -> float:
+        return self.pair_s / self.byte_s
 
 
 def calibrate_network(samples: Sequence[Sample], *, devices: int, hosts: int, tree: bool) -> Joined:
@@ -110,7 +117,7 @@ def _with(blank: Tier, found: dict[Collective, Constants]) -> Tier:
 def _achieved(kind: Collective, found: Constants, rate: float) -> Achieved:
     latency_s, start_s, ramp_s = (shifted(_rounded(time * 1e6), -6) for time in _times(found))
     efficiency = 1.0 if kind is KINDS[0] else min(100.0, max(0.001, _rounded(1 / found.byte_s / rate)))
-    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s)
+    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s, _rounded(found.pair_loss))
 
 
 def _times(found: Constants | Achieved) -> tuple[float, float, float]:
@@ -153,7 +160,10 @@ class _Law:
         """Seconds of all samples."""
         pairs = zip(self.tiers, constants, strict=True)
         return self.over(
-            [replace(_timed(tier, *_times(own)), bytes_per_s=tier.sharers / own.byte_s) for tier, own in pairs]
+            [
+                replace(_timed(tier, *_times(own)), bytes_per_s=tier.sharers / own.byte_s, pair_loss=own.pair_loss)
+                for tier, own in pairs
+            ]
         )
 
     def over(self, tiers: Sequence[Tier]) -> Floats:
@@ -180,38 +190,44 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which constants there are: a column for each that is free, a row for each start, latency and byte of tiers."""
+    """Which constants there are: a column for each that is free; rows for start, latency, byte, pair of tiers."""
 
     columns: Floats
     ramps: tuple[float, ...]
 
     @property
     def num_free(self) -> float:
-        has_start = bool(self.columns[::3].any())
-        return int(self.columns.shape[1]) + sum(ramp > 0 for ramp in self.ramps) + START_COUNTS * has_start
+        has_start = bool(self.columns[::EACH].any())
+        has_pair = bool(self.columns[PAIR_BYTE::EACH].any())
+        further = START_COUNTS * has_start + PAIR_COUNTS * has_pair
+        return int(self.columns.shape[1]) + sum(ramp > 0 for ramp in self.ramps) + further
 
 
-def _choices(num_tiers: int, ramps: tuple[float, ...]) -> Iterator[_Choice]:
-    """Every tier has a rate; it may have a start, which may be that of all tiers, and a latency."""
-    units = np.eye(3 * num_tiers)
-    own = [units[:, [i]] for i in range(0, 3 * num_tiers, 3)]
+def _choices(ramps: tuple[float, ...], pairs: tuple[bool, ...]) -> Iterator[_Choice]:
+    """Every tier has a rate, some a loss in pairs; it may have a latency, and a start, which may be that of all."""
+    num_tiers = len(ramps)
+    units = np.eye(EACH * num_tiers)
+    own = [units[:, [i]] for i in range(0, EACH * num_tiers, EACH)]
     starts = [np.hstack(some) for size in range(1, num_tiers + 1) for some in combinations(own, size)]
-    starts += [np.zeros((3 * num_tiers, 0))] + [np.sum(own, axis=0)] * (num_tiers > 1)
+    starts += [np.zeros((EACH * num_tiers, 0))] + [np.sum(own, axis=0)] * (num_tiers > 1)
     for start, latencies in product(starts, product((True, False), repeat=num_tiers)):
-        rest = [3 * i + k for i, has in enumerate(latencies) for k in (1, 2) if k == 2 or has]
+        has = [{LATENCY: latency, BYTE: True, PAIR_BYTE: pair} for latency, pair in zip(latencies, pairs, strict=True)]
+        rest = [EACH * i + k for i, of_tier in enumerate(has) for k, there in of_tier.items() if there]
         yield _Choice(np.hstack([start, units[:, rest]]), ramps)
 
 
 def fit(law: _Law) -> tuple[Constants, ...]:
     """The constants of all tiers that explain samples well with as few as pay.
 
-    Several tiers have the ramps that each has alone.
+    Several tiers have the ramps that each has alone, and a loss in pairs where each has one alone.
     """
     if len(law.tiers) == 1:
-        return _best(law, [choice for ramp in RAMPS_S for choice in _choices(1, (ramp,))])
+        (plain,) = _best(law, [one for ramp in RAMPS_S for one in _choices((ramp,), (False,))])
+        return _best(law, [one for pair in (False, True) for one in _choices((plain.ramp_s,), (pair,))])
     across = (law.hosts > 1) & (np.asarray(law.span.ranks) == law.hosts)
     alone = fit(law.only(law.hosts == 1, law.tiers[:1])), fit(law.only(across, law.tiers[1:]))
-    return _best(law, _choices(2, tuple(one.ramp_s for (one,) in alone)))
+    ramps, pairs = zip(*((one.ramp_s, one.pair_s > 0) for (one,) in alone), strict=True)
+    return _best(law, _choices(ramps, pairs))
 
 
 def _best(law: _Law, choices: Iterable[_Choice]) -> tuple[Constants, ...]:
@@ -219,7 +235,7 @@ def _best(law: _Law, choices: Iterable[_Choice]) -> tuple[Constants, ...]:
     candidates = [one for one in made if one is not None]
     if not candidates:  # a single sample, or times that don't grow with sizes: a rate alone
         byte_s = float(np.min(law.measured_s / law.num_bytes))
-        return tuple(Constants(0.0, 0.0, byte_s, 0.0) for _ in law.tiers)
+        return tuple(Constants(0.0, 0.0, byte_s, 0.0, 0.0) for _ in law.tiers)
     return min(candidates, key=lambda one: (one.error + 1e-6) * PAYS**-one.num_free).constants
 
 
@@ -228,7 +244,8 @@ def _solved(law: _Law, choice: _Choice) -> _Candidate | None:
     if len(law.measured_s) < int(choice.num_free) or max(choice.ramps) > LONGEST_RAMP * law.measured_s.max():
         return None
     least = float(law.measured_s.min())
-    units = [least, least, float(np.min(law.measured_s / law.num_bytes))] * len(law.tiers)
+    byte_s = float(np.min(law.measured_s / law.num_bytes))
+    units = [least, least, byte_s, byte_s] * len(law.tiers)
     scale = np.array([units[int(column.argmax())] for column in choice.columns.T])
     at = scale
     for _ in range(ROUNDS):
@@ -251,8 +268,8 @@ def _solved(law: _Law, choice: _Choice) -> _Candidate | None:
 
 
 def _constants(at: Floats, choice: _Choice) -> tuple[Constants, ...]:
-    rows = (choice.columns @ at).reshape(-1, 3).tolist()
-    return tuple(Constants(row[0], row[1], row[2], ramp) for row, ramp in zip(rows, choice.ramps, strict=True))
+    rows: list[list[float]] = (choice.columns @ at).reshape(-1, EACH).tolist()
+    return tuple(Constants(*row, ramp) for row, ramp in zip(rows, choice.ramps, strict=True))  # type: ignore[call-arg]
 
 
 def _slopes(law: _Law, at: Floats, scale: Floats, choice: _Choice) -> Floats:

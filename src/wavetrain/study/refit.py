@@ -214,7 +214,8 @@ def _kinds(links: Tier | Network, factors: Factors) -> tuple[tuple[Achieved, ...
 
 def _stretched(one: Achieved, by: float) -> Achieved:
     """Its law is linear in these and in one over the efficiency, so it takes exactly so many times as long."""
-    return Achieved(one.kind, one.efficiency / by, one.latency_s * by, one.start_s * by, one.ramp_s * by)
+    times = {name: getattr(one, name) * by for name in ("latency_s", "start_s", "ramp_s")}
+    return replace(one, efficiency=one.efficiency / by, **times)
 
 
 def _stated(cluster: Cluster) -> Cluster:
