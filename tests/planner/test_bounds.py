@@ -16,7 +16,8 @@ from plans import better, with_links
 from questions import CLUSTERS, MODELS, bounded, listed, question_of, random_questions
 
 from wavetrain.cluster import load_cluster
-from wavetrain.cluster.cluster import Cluster
+from wavetrain.cluster.cluster import Achieved, Cluster
+from wavetrain.cluster.read import KINDS
 from wavetrain.plan.stack import AttentionImpl, Fusion, Stack
 from wavetrain.planner.bounds import closed_form, degree_bounds, price, schedule
 from wavetrain.planner.question import Pins
@@ -74,6 +75,23 @@ def test_bounds_hold_where_the_network_is_faster_than_the_links_of_a_node(questi
     pins = Pins(cp=2, pp_inside=inside)
     question = question_of(question.model, cluster, batch=24, seq_len=128, stack=question.stack, pins=pins)
     found = bounded(question, picked)
+    if found is not None:
+        assert exceeded(question, found) == [], found.name
+
+
+rates = st.tuples(st.sampled_from([0.1, 0.8, 3.0]), st.sampled_from([0.0, 1e-4]), st.sampled_from([0.0, 0.5, 4.0]))
+
+
+@settings(max_examples=100)
+@given(random_questions(), picks, st.lists(rates, min_size=5, max_size=5))
+def test_bounds_hold_where_kinds_of_collectives_differ(question, picked, drawn):
+    """As on a measured cluster: each kind has a rate and a latency of its own, and may lose rate in a pair."""
+    kinds = tuple(
+        Achieved(kind, efficiency, latency_s, 1e-5, 0.0, pair_loss)
+        for kind, (efficiency, latency_s, pair_loss) in zip(KINDS, drawn, strict=True)
+    )
+    cluster = with_links(question.cluster, lambda link: replace(link, kinds=kinds))
+    found = bounded(replace(question, cluster=cluster), picked)
     if found is not None:
         assert exceeded(question, found) == [], found.name
 
