@@ -4,7 +4,7 @@ Emulated: the same model, cut ever finer; every order's actions take their nomin
 of a transformer on two ranks, one core each; the step beside the simulation that is fed with its own action times.
 Repetitions of all orders alternate. `--record` puts what was measured beside the claims of `docs/claims.md`.
 
-    python benchmarks/waves.py [--repeats 7] [--record src/wavetrain/study/claims/executed.yaml]
+    python benchmarks/waves.py [--repeats 7] [--only real] [--record src/wavetrain/study/claims/executed.yaml]
 """
 
 from __future__ import annotations
@@ -174,35 +174,54 @@ def real_table(found: Found) -> list[str]:
 CLAIMED = {"GPipe": "gpipe", "1F1B": "dapple", "wave, W = 2": "wave 2", "wave, W = 4": "wave 4"}  # names in the claims
 
 
-def measured(emulated: Found, real: Found) -> dict[str, float]:
+def emulated_values(found: Found) -> dict[str, float]:
     """What the claims ask for, in percent: bubbles, and rates of waves over others'."""
-    values = {f"bubble {claimed}": 100 * median_bubble(emulated, name) for name, claimed in CLAIMED.items()}
+    values = {f"bubble {claimed}": 100 * median_bubble(found, name) for name, claimed in CLAIMED.items()}
     for name in ("wave, W = 2", "wave, W = 4"):
         for other in ("1F1B", "GPipe"):
-            ratio = median_s(emulated, other) / median_s(emulated, name)
+            ratio = median_s(found, other) / median_s(found, name)
             values[f"{CLAIMED[name]} over {CLAIMED[other]}"] = 100 * ratio
-        values[f"real {CLAIMED[name]} over dapple"] = 100 * median_s(real, "1F1B") / median_s(real, name)
     return values
+
+
+def real_values(found: Found) -> dict[str, float]:
+    names = ("wave, W = 2", "wave, W = 4")
+    return {f"{CLAIMED[name]} over dapple": 100 * median_s(found, "1F1B") / median_s(found, name) for name in names}
+
+
+# Per part: its heading, how many ranks do which steps, its table, what the claims ask of it.
+PARTS = {
+    "emulated": (
+        f"{RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {STAGE_S * 1e3:.0f} ms per rank, 64 KB",
+        (emulated_steps, RANKS),
+        emulated_table,
+        emulated_values,
+    ),
+    "real": (
+        f"16 blocks of width 256, {REAL_RANKS} ranks, {REAL_MICROBATCHES} microbatches of {SIZE} x 192",
+        (real_steps, REAL_RANKS),
+        real_table,
+        real_values,
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", choices=tuple(PARTS), help="one part; the emulated one hardly needs cores")
     parser.add_argument("--record", type=Path, help="file to write what was measured to")
     given = parser.parse_args()
-    load = os.getloadavg()[0]
-    print(f"Emulated: {RANKS} ranks, {MICROBATCHES} microbatches, F = I = W = {STAGE_S * 1e3:.0f} ms per rank, 64 KB\n")
-    emulated = measure(emulated_steps, RANKS, given.repeats)
-    print("\n".join(emulated_table(emulated)))
-    print(f"\nReal: 16 blocks of width 256, {REAL_RANKS} ranks, {REAL_MICROBATCHES} microbatches of {SIZE} x 192\n")
-    real = measure(real_steps, REAL_RANKS, given.repeats)
-    print("\n".join(real_table(real)))
-    if given.record:
-        command = f"python benchmarks/waves.py --repeats {given.repeats} --record {given.record}"
-        how = f"{RANKS} emulated ranks whose messages are real, 2 ranks that compute; median of {given.repeats}"
-        record(
-            given.record, "waves", command, f"{how}; load of the machine before: {load:.1f}", measured(emulated, real)
-        )
+    for name in (given.only,) if given.only else PARTS:
+        heading, (steps, ranks), table, values = PARTS[name]
+        load = os.getloadavg()[0]
+        print(f"{name.capitalize()}: {heading}\n", flush=True)
+        found = measure(steps, ranks, given.repeats)
+        print("\n".join(table(found)), end="\n\n", flush=True)
+        if given.record:
+            command = f"python benchmarks/waves.py --repeats {given.repeats} --only {name} --record {given.record}"
+            how = f"{name}: {heading}; median of {given.repeats}; load of the machine before: {load:.1f}"
+            record(given.record, f"waves {name}", command, how, values(found))
 
 
 if __name__ == "__main__":

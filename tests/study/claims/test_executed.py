@@ -39,14 +39,21 @@ def test_a_file_that_is_wrong_is_not_written_over(tmp_path):
     assert "fast" in path.read_text()
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "executed.yaml"
+    with pytest.raises(InputError):
+        record(path, "waves", "w" * 1000, "w", {"x": 1.0})
+    assert not path.exists()
+
+
 def test_what_ships_says_how_it_was_measured():
-    found = executed("waves", "bubble wave 2")
+    found = executed("waves emulated", "bubble wave 2")
     assert found.command.startswith("python benchmarks/waves.py")
     assert datetime.date.fromisoformat(found.date)
     assert measured("osdp", "mixture over FSDP") > 0
 
 
 def test_what_was_never_run_is_absent():
-    assert executed("waves", "no such") is None
+    assert executed("waves emulated", "no such") is None
     assert executed("nothing", "bubble wave 2") is None
     assert measured("nothing", "x") is None

@@ -50,7 +50,9 @@ def record(path: Path, name: str, command: str, how: str, values: Mapping[str, f
     rounded = {key: float(f"{value:.4g}") for key, value in values.items()}
     runs[name] = Measurement(command, today, how, rounded)
     data = {key: asdict(run) for key, run in sorted(runs.items())}
-    path.write_text(HEAD + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120), encoding="utf-8")
+    text = HEAD + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+    read_measurements(text, str(path))  # what could not be read again is not written
+    path.write_text(text, encoding="utf-8")
 
 
 @cache

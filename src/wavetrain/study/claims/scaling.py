@@ -155,7 +155,7 @@ def preferable_claims(records: Sequence[Record]) -> Iterator[Claim]:
             ours=max(gains, default=None),
             unit="%",
             bounds=Bounds(least=LEAST_GAIN),
-            assumption=f"study weak-scaling, strategy {' or '.join(names)}, the faster",
+            assumption=f"study weak-scaling, the fastest of: {', '.join(names)}",
             missing=f"no plan for {END:,} devices",
         )
 
