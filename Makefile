@@ -51,6 +51,7 @@ bench: $(READY)
 accuracy: $(READY)
 	$(BIN)/wavetrain validate validation/published.csv --markdown docs/accuracy.md
 	$(BIN)/python validation/fit.py validation/published.csv --leave-out --markdown docs/left-out.md
+	$(BIN)/wavetrain study --validate-claims --markdown docs/claims.md > /dev/null
 
 soak: $(READY)
 	$(BIN)/python benchmarks/soak_schedules.py

@@ -242,8 +242,8 @@ def validate(
 ) -> None:
     """Predict published runs from what they state, and say how far off the predictions are."""
     from wavetrain.show.validate import card, document
+    from wavetrain.show.validate_html import report_page
     from wavetrain.study.accuracy import accuracy_page
-    from wavetrain.study.report import report_page
     from wavetrain.study.rows import price_tables
     from wavetrain.study.validate import summarize
 

@@ -28,7 +28,13 @@ def record(strategy="fsdp", devices=128, *, model="llama2-7b", seq_len=4096, nod
     compute, tensor = 0.80 / base, 0.07 if "tp" in strategy else 0.0
     bubble = 0.05 if "pp" in strategy else 0.0
     sharding = compute * slope * doublings**1.6 / 3
-    terms = {"compute": compute, "tensor": tensor, "sharding": sharding, "bubble": bubble, "reduction": 0.01 * doublings}
+    terms = {
+        "compute": compute,
+        "tensor": tensor,
+        "sharding": sharding,
+        "bubble": bubble,
+        "reduction": 0.01 * doublings,
+    }
     terms = {name: value for name, value in {**terms, "optimizer": 0.012, "host": 0.0008}.items() if value}
     step_s = sum(terms.values())
     tokens = 2 * devices * seq_len / step_s
@@ -85,7 +91,11 @@ def record(strategy="fsdp", devices=128, *, model="llama2-7b", seq_len=4096, nod
             "network_bandwidth": 0.4 * sharding / step_s,
             "network_latency": -0.6 * sharding / step_s,
         },
-        what_if={"network_bandwidth x2": 1 + 0.3 * sharding / step_s, "latency /2": 1 + 0.4 * sharding / step_s, "peak x2": 1.7},
+        what_if={
+            "network_bandwidth x2": 1 + 0.3 * sharding / step_s,
+            "latency /2": 1 + 0.4 * sharding / step_s,
+            "peak x2": 1.7,
+        },
         gap=0.01,
         space=1234,
         error_share=0.15,
@@ -117,7 +127,11 @@ def study(**over):
         "nodes": ("dgx-h100",),
         "devices": SCALES,
         "batches": (Batch(per_device=2),),
-        "strategies": (Strategy("fsdp", only=("fsdp",)), Strategy("tp 2", pins={"tp": 2}), Strategy("ddp", only=("ddp",))),
+        "strategies": (
+            Strategy("fsdp", only=("fsdp",)),
+            Strategy("tp 2", pins={"tp": 2}),
+            Strategy("ddp", only=("ddp",)),
+        ),
         "tokens": TOKENS,
         "failures": FAILURES,
         "published": (

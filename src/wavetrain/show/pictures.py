@@ -1,4 +1,4 @@
-"""Figures as SVG and PNG files. A browser draws them, for no other program draws what plotly describes as plotly does."""
+"""Figures as SVG and PNG files. A browser draws them: nothing else draws what plotly describes as plotly does."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pictures_page(figures: Sequence[Figure], formats: Sequence[str]) -> str:
     given = [
         {
             "name": figure.id,
-            "title": label(figure.title, 120),
+            "title": label(f"{figure.title}: {figure.of}" if figure.of else figure.title, 160),
             "width": SMALL if figure.is_small else WIDE,
             "data": list(figure.data),
             "layout": figure.layout,

@@ -3,7 +3,7 @@
   "use strict";
   var figures = JSON.parse(document.getElementById("data").textContent);
   var hidden = {};  // legend entries that are switched off, by section
-  var chosen = 0, printing = 0;
+  var chosen = 0, printing = 0, drawing = 0;
 
   function all(selector, from) { return Array.prototype.slice.call((from || document).querySelectorAll(selector)); }
   function made(tag, words, style) {
@@ -26,16 +26,37 @@
     return printing ? (figure.small ? printing / 2 - 12 : printing) : div.clientWidth;
   }
 
-  function draw() {
-    shown().forEach(function (figure) {
-      var off = hidden[home(figure).id] || {}, div = place(figure);
-      var traces = figure.data.map(function (trace) {
-        return off[entry(trace)] ? Object.assign({}, trace, { visible: false }) : trace;
-      });
-      var layout = wavetrain.dressed(figure.layout, width(figure, div));
-      layout.showlegend = false;
-      Plotly.react(div, traces, layout, wavetrain.config);
+  function plot(figure) {
+    var off = hidden[home(figure).id] || {}, div = place(figure);
+    var traces = figure.data.map(function (trace) {
+      return off[entry(trace)] ? Object.assign({}, trace, { visible: false }) : trace;
     });
+    var layout = wavetrain.dressed(figure.layout, width(figure, div));
+    layout.showlegend = false;
+    Plotly.react(div, traces, layout, wavetrain.config);
+  }
+
+  // one after the other, those in sight first, so that the page answers meanwhile
+  function draw() {
+    var left = shown();
+    clearTimeout(drawing);
+    document.body.dataset.drawn = "no";
+    function away(figure) {
+      var box = place(figure).getBoundingClientRect();
+      return box.bottom < 0 ? -box.bottom : Math.max(0, box.top - window.innerHeight);
+    }
+    function next() {
+      if (!left.length) { document.body.dataset.drawn = "yes"; return; }
+      var nearest = left.reduce(function (best, each) { return away(each) < away(best) ? each : best; });
+      left.splice(left.indexOf(nearest), 1);
+      plot(nearest);
+      drawing = setTimeout(next, 0);
+    }
+    next();
+  }
+  function drawAll() {
+    clearTimeout(drawing);
+    shown().forEach(plot);
   }
 
   // --- legends: buttons, so that a keyboard reaches them ---
@@ -171,11 +192,12 @@
       link.hash = link.dataset.part + "-" + (number + 1);
       link.parentNode.hidden = !document.getElementById(link.hash.slice(1));
     });
-    draw();
     var there = at && document.getElementById(at.id.replace(/-\d+$/, "-" + (number + 1)));
     if (there) { there.scrollIntoView(); }
+    draw();
   }
 
+  figures.forEach(function (figure) { place(figure).style.minHeight = figure.layout.height + "px"; });
   all("ul.legend[data-auto]").forEach(legend);
   all("table.map").forEach(grid);
   choose(0);
@@ -189,7 +211,7 @@
     document.documentElement.classList.add("printing");
     all(".findings details").forEach(function (more) { more.open = true; });
     printing = 700;
-    draw();
+    drawAll();
   });
   window.addEventListener("afterprint", function () {
     document.documentElement.classList.remove("printing");

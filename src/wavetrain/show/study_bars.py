@@ -144,8 +144,8 @@ def _band(name: str, x: list[str], y: list[float | None]) -> Json:
     hover = "%{fullData.name}: %{y:.1f} %<br>%{x} devices<extra></extra>"
     trace = bar(name, _term(name), x=x, y=y, hovertemplate=hover, **WIDE)
     if name in WAITING:
-        lines = {"fgcolor": "#3A4048", "fgopacity": 0.75, "size": 7, "solidity": 0.2}
-        trace["marker"]["pattern"] = {"shape": WAITING[name], **lines}
+        lines = {"fgcolor": "#2B3036", "fgopacity": 0.7, "size": 7, "solidity": 0.2}
+        trace["marker"]["pattern"] = {"shape": WAITING[name], "bgcolor": _term(name), **lines}
     return trace
 
 
@@ -354,7 +354,7 @@ def _waterfall(group: Group, record: Record) -> Figure:
     return Figure(
         name=f"waterfall-{record.devices}",
         section="waterfall",
-        title=f"{record.devices:,} devices, {clean(record.strategy, 40)}",
+        title=f"From peak to achieved: {record.devices:,} devices, {clean(record.strategy, 40)}",
         data=[trace],
         layout=layout,
         columns=("what", "share of the peak", "time of a step"),

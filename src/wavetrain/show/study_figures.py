@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from wavetrain.show.page import clean, label
@@ -21,6 +22,7 @@ from wavetrain.show.study_lines import (
     Look,
     all_devices,
     devices_axis,
+    kept,
     key_entry,
     level,
     lines,
@@ -48,9 +50,11 @@ def figures(study: Study, records: Sequence[Record]) -> tuple[Figure, ...]:
     """Every figure of every group, then one that compares the groups, if there are several."""
     groups = groups_of(study, records)
     look = look_of(groups)
-    made = [figure for group in groups for figure in group_figures(study, group, look)]
-    made += [map_figure(shown) for group in groups for shown in maps(study, group)]
     over = overview(groups)
+    made = []
+    for group in groups:
+        own = [*group_figures(study, group, look), *map(map_figure, maps(study, group))]
+        made += [replace(figure, of=group.words) for figure in own] if over else own
     return tuple(([over] if over else []) + made)
 
 
@@ -64,6 +68,7 @@ def group_figures(study: Study, group: Group, look: Look) -> list[Figure]:
     theirs = study.published
     found: list[Figure | None] = [throughput(study, group, look, theirs)]
     found.append(returned(study, group, look, *RETURNS[0]))
+    found += [kept(group, quantity, look, theirs) for quantity in (THROUGHPUT, *QUANTITIES)]
     found += [lines(group, quantity, look, theirs) for quantity in QUANTITIES if _is_worth(group, quantity.name)]
     found += [returned(study, group, look, *each) for each in RETURNS[1:]]
     found += [frontier(group, look), bands(group), *memory_figures(group), *waterfalls(group)]

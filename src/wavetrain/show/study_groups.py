@@ -58,16 +58,16 @@ class Group:
 
 def groups_of(study: Study, records: Iterable[Record]) -> tuple[Group, ...]:
     """All groups, in the order of their first records; strategies in the order of the study."""
-    by_setting: dict[Setting, list[Record]] = {}
-    for record in records:
-        by_setting.setdefault(setting_of(record), []).append(record)
+    by_setting: dict[Setting, dict[tuple[str, int], Record]] = {}
+    for record in records:  # of equal points the first counts
+        by_setting.setdefault(setting_of(record), {}).setdefault((record.strategy, record.devices), record)
     ordered = [strategy.name for strategy in study.strategies]
     names = words_of(tuple(by_setting))
     made = []
     for number, (setting, own) in enumerate(by_setting.items()):
-        used = dict.fromkeys(record.strategy for record in own)
+        used = dict.fromkeys(strategy for strategy, _ in own)
         strategies = tuple(name for name in dict.fromkeys((*ordered, *used)) if name in used)
-        made.append(Group(number, setting, names[number], strategies, tuple(own)))
+        made.append(Group(number, setting, names[number], strategies, tuple(own.values())))
     return tuple(made)
 
 

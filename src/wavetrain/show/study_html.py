@@ -19,6 +19,7 @@ from wavetrain.timeline.timeline import Timeline
 
 MOST_POINTS = 400  # of all groups: more would make the file too large; what is beyond is not drawn
 MOST_TIMELINES = 3
+LEAST_GAP = 0.0005
 FIRST_FINDINGS = 8  # the others are behind a press
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "tokens/s": lambda r: counted(r.tokens_per_s),
@@ -30,7 +31,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "W/device": lambda r: said(r.power_w_per_device, spec=".0f"),
     "tokens/J": lambda r: said(r.tokens_per_joule, spec=".3g"),
     "$/M tokens": lambda r: money(r.usd_per_million_tokens),
-    "useful": lambda r: percent(r.goodput_share),
+    "goodput": lambda r: percent(r.goodput_share),
     "time": lambda r: spaced(r.train_s),
     "cost": lambda r: money(r.train_usd),
     "MWh": lambda r: said(r.train_mwh, spec=",.4g"),
@@ -80,8 +81,10 @@ def study_page(
     """The page. Needs plotly and jinja2, which the extra `report` installs."""
     groups = groups_of(study, records)
     shown = drawn(groups)
+    points = [record for group in groups for record in group.records]
     look = look_of(shown)
-    pages = [_group(study, group, group_figures(study, group, look)) for group in shown]
+    columns = known_columns(points)
+    pages = [_group(study, group, group_figures(study, group, look), columns) for group in shown]
     over = overview(groups)
     figures = [figure for page in pages for each in page["parts"] for figure in each.figures]
     used = {each.id for page in pages for each in page["parts"]}
@@ -92,18 +95,18 @@ def study_page(
         scripts=(plotly_script(), part("draw.js"), part("study.js")),
         data=[_plotted(figure) for figure in ([over] if over else []) + figures],
         title=clean(study.title or study.name, 200),
-        facts=_facts(study, records),
+        facts=_facts(study, points),
         findings=[clean(sentence, 600) for sentence in findings[:FIRST_FINDINGS]],
         more_findings=[clean(sentence, 600) for sentence in findings[FIRST_FINDINGS:]],
         overview=over,
         groups=pages,
         parts=[each for each in PARTS if each.id in used] + [Part("records", "All points", "")],
-        columns=tuple(COLUMNS),
+        columns=columns,
         timelines=[(clean(name), gantt(timeline)) for name, timeline in given[:MOST_TIMELINES]],
         more_timelines=max(0, len(given) - MOST_TIMELINES),
-        left_out=len(records) - sum(len(group.records) for group in shown),
+        left_out=len(points) - sum(len(group.records) for group in shown),
         published=[{"name": clean(each.name), "source": clean(each.source, 300)} for each in study.published],
-        sureness=sureness(records),
+        sureness=sureness(points),
         size=SIZE,
     )
 
@@ -122,6 +125,12 @@ def drawn(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(kept)
 
 
+def known_columns(records: Sequence[Record]) -> tuple[str, ...]:
+    """Columns of the table of all points in which any point has something."""
+    fitting = [record for record in records if record.fits]
+    return tuple(name for name, words in COLUMNS.items() if any(words(record) not in ("", "-") for record in fitting))
+
+
 def _plotted(figure: Figure) -> dict[str, Any]:
     return {
         "id": figure.id,
@@ -132,7 +141,7 @@ def _plotted(figure: Figure) -> dict[str, Any]:
     }
 
 
-def _group(study: Study, group: Group, figures: Sequence[Figure]) -> dict[str, Any]:
+def _group(study: Study, group: Group, figures: Sequence[Figure], columns: Sequence[str]) -> dict[str, Any]:
     """What the template needs of a group."""
     ordered = sorted(group.records, key=lambda record: (record.devices, group.strategies.index(record.strategy)))
     rows = {record.where: f"point-{group.number + 1}-{at}" for at, record in enumerate(ordered)}
@@ -148,7 +157,7 @@ def _group(study: Study, group: Group, figures: Sequence[Figure]) -> dict[str, A
         "words": group.words,
         "number": group.number + 1,
         "parts": parts,
-        "rows": [_row(record) | {"id": rows[record.where]} for record in ordered],
+        "rows": [_row(record, columns) | {"id": rows[record.where]} for record in ordered],
     }
 
 
@@ -168,12 +177,12 @@ def _map(shown: Map, rows: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: Record, columns: Sequence[str]) -> dict[str, Any]:
     return {
         "devices": f"{record.devices:,}",
         "strategy": clean(record.strategy, 60),
         "fits": record.fits,
-        "cells": [words(record) if record.fits else "" for words in COLUMNS.values()],
+        "cells": [COLUMNS[name](record) for name in columns] if record.fits else [],
         "plan": clean(record.plan, 400) if record.fits else f"does not fit: {clean(record.why, 400)}",
     }
 
@@ -209,7 +218,12 @@ def sureness(records: Sequence[Record]) -> str:
     gaps = [r.gap for r in records if r.gap is not None and math.isfinite(r.gap)]
     told = ["All numbers are predictions."]
     if errors:
-        told.append(f"Of predictions of published runs, four of five are within {max(errors):.0%} of the measurement.")
+        told.append(
+            f"Of predictions of published runs, four of five are within {percent(max(errors), 0)} of the measurement."
+        )
     if gaps:
-        told.append(f"No plan of a strategy that the search left out is better by more than {max(gaps):.1%}.")
+        least = f"no plan of its strategy is better by more than {percent(max(gaps))}"
+        told.append(
+            f"Of every plan it is proven that {least if max(gaps) >= LEAST_GAP else 'none of its strategy is better'}."
+        )
     return " ".join(told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wavetrain.show.page import clean, label
@@ -41,6 +41,7 @@ class Figure:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     group: int | None = None
+    of: str = ""  # the words of its group, where there are several
     is_small: bool = False  # stands beside others
 
     @property
@@ -246,10 +247,10 @@ def log_axis(words: str, values: Iterable[float | None]) -> Json:
     room = max(0.05 * (high - low), 0.04)
     low, high = low - room, high + room
     units = (1, 2, 5) if high - low <= 3.5 else (1,)
-    marks = [unit * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for unit in units]
-    kept = [mark for mark in marks if low <= math.log10(mark) <= high]
-    if len(kept) < 2:
-        return axis | {"range": [low, high], "exponentformat": "B"}
+    powers = range(math.floor(low), min(math.ceil(high), 307) + 1)
+    kept = [mark for power in powers for unit in units if low <= math.log10(mark := unit * 10.0**power) <= high]
+    if not 2 <= len(kept) <= 20:
+        return axis | {"range": [low, high], "exponentformat": "power"}
     return axis | {"range": [low, high], "tickvals": kept, "ticktext": [in_short(mark) for mark in kept]}
 
 
@@ -318,35 +319,38 @@ def published_lines(published: Iterable[Published], quantity: Quantity) -> list[
     traces = []
     for number, series in enumerate(published):
         points = published_points(series, quantity)
-        if not points:
-            continue
-        mark = {
-            "color": NEUTRAL,
-            "symbol": f"{SYMBOLS[(number + 2) % len(SYMBOLS)]}-open",
-            "size": 9,
-            "line": {"width": 2},
-        }
-        name = f"{series.name} (published)"
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": label(name),
-                "meta": clean(name, 60),
-                "legendgroup": f"p{number}",
-                "x": [devices for devices, _ in points],
-                "y": [drawn(quantity, value) for _, value in points],
-                "line": {"color": NEUTRAL, "width": 1.4, "dash": "dot"},
-                "marker": mark,
-                "hovertemplate": f"%{{fullData.name}}: %{{y:{quantity.hover}}}<extra></extra>",
-            }
-        )
+        if points:
+            traces.append(
+                published_line(number, series, [(n, drawn(quantity, value)) for n, value in points], quantity)
+            )
     return traces
+
+
+def published_line(
+    number: int, series: Published, points: Sequence[tuple[int, float | None]], quantity: Quantity
+) -> Json:
+    """A series of others; `points` as they stand on the axis."""
+    name = f"{series.name} (published)"
+    symbol = f"{SYMBOLS[(number + 2) % len(SYMBOLS)]}-open"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": label(name, 90),
+        "meta": clean(name, 90),
+        "legendgroup": f"p{number}",
+        "x": [devices for devices, _ in points],
+        "y": [value for _, value in points],
+        "line": {"color": NEUTRAL, "width": 1.4, "dash": "dot"},
+        "marker": {"color": NEUTRAL, "symbol": symbol, "size": 9, "line": {"width": 2}},
+        "hovertemplate": f"%{{fullData.name}}: %{{y:{quantity.hover}}}<extra></extra>",
+    }
 
 
 def published_points(series: Published, quantity: Quantity) -> tuple[tuple[int, float], ...]:
     """Points in a quantity; of tokens per second, per device and in all are one the other."""
     known = (PER_DEVICE.name, THROUGHPUT.name)
+    if series.relative_to is not None:
+        return ()
     if series.quantity == quantity.name:
         return series.points
     if series.quantity in known and quantity.name in known:
@@ -386,6 +390,60 @@ def lines(group: Group, quantity: Quantity, look: Look, published: Sequence[Publ
         group=group.number,
         is_small=True,
     )
+
+
+def kept(group: Group, quantity: Quantity, look: Look, published: Sequence[Published]) -> Figure | None:
+    """A quantity as a share of its value at one scale, where others have published theirs so."""
+    theirs = [(number, each) for number, each in enumerate(published) if is_share_of(each, quantity)]
+    bases = [each.relative_to for _, each in theirs if each.relative_to in group.devices]
+    if not bases:
+        return None
+    base = max(dict.fromkeys(bases), key=bases.count)
+    assert base is not None
+    shown = replace(quantity, scale=100, words=percent, hover=".1f")
+    ours = {name: shares(group.line(name), quantity, base) for name in group.strategies}
+    data = [
+        look.line(
+            name,
+            x=list(points),
+            y=[finite(100 * share) for share in points.values()],
+            hovertemplate=f"%{{fullData.name}}: %{{y:{shown.hover}}} %<extra></extra>",
+        )
+        for name, points in ours.items()
+        if points
+    ]
+    data += [published_line(i, each, [(n, drawn(shown, v)) for n, v in each.points], shown) for i, each in theirs]
+    columns = {**ours, **{f"{each.name} (published)": dict(each.points) for _, each in theirs}}
+    scales = sorted({*group.devices, *(devices for _, each in theirs for devices, _ in each.points)})
+    return Figure(
+        name=f"kept-{quantity.name.replace('_', '-')}",
+        section=quantity.section,
+        title=f"{quantity.title}, beside what others measured",
+        note=f"Ours as percent of {base:,} devices; each published series as percent of the scale its source names.",
+        data=data,
+        layout={
+            "xaxis": devices_axis(scales),
+            "yaxis": value_axis(f"% of {base:,} devices"),
+            "hovermode": "x unified",
+            "height": 440,
+        },
+        columns=("devices", *(clean(name, 90) for name in columns)),
+        rows=tuple((f"{n:,}", *(percent(column.get(n)) for column in columns.values())) for n in scales),
+        group=group.number,
+    )
+
+
+def is_share_of(series: Published, quantity: Quantity) -> bool:
+    return series.relative_to is not None and series.quantity == quantity.name
+
+
+def shares(records: Sequence[Record], quantity: Quantity, base: int) -> dict[int, float]:
+    """What is left of a quantity at every scale; nothing where a strategy does not fit at the base."""
+    values = {record.devices: getattr(record, quantity.name) for record in records}
+    first = values.get(base)
+    if not first:
+        return {}
+    return {devices: value / first for devices, value in values.items() if value is not None}
 
 
 def _axis(quantity: Quantity, values: Iterable[float | None]) -> Json:

@@ -108,8 +108,8 @@ def degrees_map(study: Study, group: Group) -> Map | None:
         if record is not None and {"tp", "pp"} <= strategy.pins.keys():
             places.setdefault((int(strategy.pins["tp"]), int(strategy.pins["pp"])), []).append(record)
     rows, columns = (tuple(sorted({place[i] for place in places})) for i in (0, 1))
-    if len(rows) < 2 and len(columns) < 2:
-        return None
+    if min(len(rows), len(columns)) < 2 or 2 * len(places) < len(rows) * len(columns):
+        return None  # a list, or a few cells far apart
     fastest = {place: max(found, key=lambda r: r.tokens_per_s or 0.0) for place, found in places.items()}
     best = max(record.tokens_per_s or 0.0 for record in fastest.values())
     return Map(

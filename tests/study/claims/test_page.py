@@ -1,4 +1,4 @@
-"""docs/claims.md is what the command writes: whole sections of two works, of the third what takes seconds, not minutes."""
+"""docs/claims.md is what the command writes: of two works whole sections, of the third what does not take minutes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,8 @@
 """What a study found, in sentences computed from its records. Names are passed on as they are: who shows them escapes.
 
-Of every strategy: how per-device throughput, power and tokens per joule change, how far more devices pay, where nothing
-fits. Of the first strategy and of the best at the largest scale also what the last step gives and what binds. Of every
-setting: which strategy is best where, what failures cost at the largest scale, and what would help there.
+Of every setting first: which strategy is best where, what failures cost at the largest scale, what would help there.
+Then of every strategy: how per-device throughput, power and tokens per joule change, how far more devices pay, where
+nothing fits; of the first one and of the best at the largest scale also what the last step gives and what binds.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ def _setting(study: Study, lines: Sequence[Series]) -> Iterator[str]:
     quantity, _ = QUANTITIES.get(lines[0].setting.objective, USUAL)
     winners = best(_records(lines), quantity=quantity)
     last = winners[-1] if winners else None
-    for number, line in enumerate(lines):
-        told = number == 0 or (last is not None and line.strategy == last.strategy)
-        yield from (f"{line.strategy}: {text}" for text in _line(study, line, told=told))
     if len(lines) > 1:
         yield from _winners(lines, winners)
         yield from _at_best(study, lines, winners)
     if last is not None:
         yield from _failures(study, last)
         yield from _help(last)
+    for number, line in enumerate(lines):
+        told = number == 0 or (last is not None and line.strategy == last.strategy)
+        yield from (f"{line.strategy}: {text}" for text in _line(study, line, told=told))
 
 
 def _records(lines: Iterable[Series]) -> list[Record]:
