@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from wavetrain.base.units import DType
-from wavetrain.cluster import Cluster, Device, Group, Network, Node, Rates, load_cluster, write_cluster
-from wavetrain.cluster.laws import Laws, load_laws
+from wavetrain.cluster import Cluster
+from wavetrain.commands.measure import cluster_of, found_of, on_rank
 from wavetrain.model import Architecture, Model
 from wavetrain.model.architecture import Stretch
 from wavetrain.model.transformer import build
 from wavetrain.plan import Layout, Plan, Precision
 from wavetrain.plan.stack import Fusion, Stack
+from wavetrain.plan.words import sentence
 from wavetrain.planner.ask import question
 from wavetrain.planner.choose import choose
 from wavetrain.planner.mixed import instance, plan_of
@@ -68,7 +68,6 @@ from wavetrain.runtime.transformer import parts_of
 from wavetrain.runtime.virtual import Network as Hosts
 from wavetrain.runtime.virtual import network
 from wavetrain.runtime.world import World, gloo_group
-from wavetrain.show.plan import sentence
 from wavetrain.sim.predict import Outline, outline
 from wavetrain.study.claims.executed import record
 
@@ -86,93 +85,24 @@ Step = Callable[[], object]
 # --- this machine as a cluster ---
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a rank does while the other does the same."""
+def measured(hosts: Hosts) -> Cluster:
+    """These hosts as `wavetrain measure` finds them: operators, collectives by kind, whole steps."""
 
-    flops_per_s: float
-    copied_bytes_per_s: float
-    sent_bytes_per_s: float
-    latency_s: float
-    beside: float  # share of an all-reduce that shows beside products which take as long
-
-
-def calibrate(hosts: Hosts, model: Model) -> Measured:
     def work(world: World) -> None:
         torch.set_num_threads(1)
-        with gloo_group(world, timeout_s=300):
-            found = _calibrated(model)
+        found = on_rank(world, "cpu", quick=False, network_only=False)
         if world.rank == 0:
             world.give(json.dumps(found).encode())
 
-    return Measured(*json.loads(on_hosts(hosts, work)[0]))
+    found = found_of(json.loads(on_hosts(hosts, work)[0]))
+    return cluster_of(found, network_only=False)[0]
 
 
-def _calibrated(model: Model) -> list[float]:
-    a = model.architecture
-    assert a is not None
-    x, w = torch.randn(MICROBATCH * a.seq_len, a.hidden), torch.randn(a.hidden, a.ffn)
-    product_s = _seconds(lambda: x @ w, 100)
-    source, target = torch.zeros(2, 2**24)
-    copy_s = _seconds(lambda: target.copy_(source), 10)
-    short, long = torch.zeros(2**8), torch.zeros(2**22)  # of which half is sent each way
-    halves = [whole.chunk(RANKS)[0].clone() for whole in (short, long)]
-    parts = [list(whole.chunk(RANKS)) for whole in (short, long)]
-    short_s, gather_s = (_seconds(partial(dist.all_gather, *pair), 20) for pair in zip(parts, halves, strict=True))
-    scatter_s = _seconds(lambda: dist.reduce_scatter(halves[1], parts[1]), 20)
-    reduce_s = _seconds(lambda: dist.all_reduce(long), 20)
-    rounds_s = gather_s + scatter_s + reduce_s - 4 * short_s  # an all-reduce has two
-    rate = 4 * halves[1].nbytes / rounds_s
-
-    def products() -> None:
-        for _ in range(round(reduce_s / product_s)):
-            x @ w
-
-    def both() -> None:
-        work = dist.all_reduce(long, async_op=True)
-        products()
-        work.wait()
-
-    sooner_s, later_s = sorted((reduce_s, _seconds(products, 20)))
-    beside = min(1.0, max(0.0, (_seconds(both, 20) - later_s) / sooner_s))
-    rates = 2 * x.numel() * a.ffn / product_s, 2 * source.nbytes / copy_s, rate
-    return [*rates, short_s, beside]
-
-
-def _seconds(act: Step, repeats: int) -> float:
-    """The least of some, which other work on the machine has lengthened least; each begins on all ranks together."""
-    act()
-    return min(timed(act, ahead_s=0.001) for _ in range(repeats))
-
-
-def described(measured: Measured, memory_bytes: float, folder: Path) -> Cluster:
-    """A cluster file of what was measured, as a user would write it, and read again."""
-    device = Device(
-        name="core",
-        title="one core of this machine",
-        peak=Rates(fp32=measured.flops_per_s),
-        memory_bytes=int(memory_bytes),
-        memory_bytes_per_s=measured.copied_bytes_per_s,
-        matmul_efficiency=1.0,
-        memory_efficiency=1.0,
-        idle_w=5.0,
-        busy_w=12.0,
-        limit_w=15.0,
-        usd_per_hour=0.05,
-    )
-    rates = {"nic_bytes_per_s": measured.sent_bytes_per_s, "latency_s": measured.latency_s}
-    link = Network(name="veth", nics=1, efficiency=1.0, start_s=0.0, ramp_s=0.0, tree=False, **rates)
-    node = Node("namespace", "a network namespace", device, 1, 20.0, (), link)
-    file = folder / "cluster.yaml"
-    write_cluster(Cluster("namespaces:2", (Group(node, RANKS),)), file)
-    return load_cluster(file)
-
-
-def laws_here(measured: Measured) -> Laws:
-    """No context, no allocator: tensors only are counted. FSDP2 waits for every collective on a CPU."""
-    nothing = dict.fromkeys(("reserve_bytes", "buffer_bytes", "fragmentation", "step_s", "gap_s"), 0.0)
-    shown = {"link_exposed": 1.0, "network_exposed": 1.0, "gradient_exposed": measured.beside}
-    return replace(load_laws(), **nothing, **shown)
+def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """Of tensors only: the limit is not that of a process."""
+    group = cluster.groups[0]
+    device = replace(group.node.device, memory_bytes=int(memory_bytes))
+    return replace(cluster, groups=(replace(group, node=replace(group.node, device=device)),))
 
 
 # --- what is asked of the planner ---
@@ -181,13 +111,12 @@ def laws_here(measured: Measured) -> Laws:
 @dataclass(frozen=True)
 class Asked:
     model: Model
-    measured: Measured
-    folder: Path
+    cluster: Cluster
 
     def question(self, memory_bytes: float) -> Question:
         return question(
             self.model,
-            replace(described(self.measured, memory_bytes, self.folder), own_laws=laws_here(self.measured)),
+            with_memory(self.cluster, memory_bytes),
             global_batch=RANKS * MICROBATCH,
             precision=FULL,
             stack=EAGER,
@@ -397,9 +326,8 @@ def main() -> None:
         seq_len=given.seq_len,
     )
     model = build(architecture, name="small")
-    with tempfile.TemporaryDirectory() as folder, limited_hosts(given.rate) as hosts:
-        measured = calibrate(hosts, model)
-        values, load = report(hosts, Asked(model, measured, Path(folder)), given.rate, given.repeats)
+    with limited_hosts(given.rate) as hosts:
+        values, load = report(hosts, Asked(model, measured(hosts)), given.rate, given.repeats)
     if given.record:
         sizes = f"--hidden {given.hidden} --seq-len {given.seq_len} --vocab {given.vocab}"
         options = f"--rate {given.rate} --repeats {given.repeats} {sizes} --record {given.record}"
@@ -410,12 +338,12 @@ def main() -> None:
 
 def report(hosts: Hosts, asked: Asked, rate: str, repeats: int) -> tuple[dict[str, float], float]:
     """Print all that was measured; what the claims ask for, and the machine's load before."""
-    m, model = asked.measured, asked.model
+    model, device, network = asked.model, asked.cluster.device, asked.cluster.node.network
+    assert network is not None
     print(
         f"{model.num_parameters / 1e6:.1f} M parameters, {MICROBATCH} x {model.seq_len} tokens per rank, {RANKS} hosts;"
-        f" measured: {m.flops_per_s / 1e9:.1f} GFLOP/s, {m.copied_bytes_per_s / 1e9:.1f} GB/s,"
-        f" link of {rate}: {m.sent_bytes_per_s * 8 / 1e9:.2f} Gbit/s after {m.latency_s * 1e6:.0f} us,"
-        f" {m.beside:.0%} of an all-reduce shows beside products.\n",
+        f" measured: {(device.peak.fp32 or 0) / 1e9:.1f} GFLOP/s, {device.memory_bytes_per_s / 1e9:.1f} GB/s,"
+        f" link of {rate}: {network.nic_bytes_per_s * 8 / 1e9:.2f} Gbit/s after {network.latency_s * 1e6:.0f} us.\n",
         flush=True,
     )
     (all_sharded, least), (all_replicated, most) = asked.uniform("fsdp"), asked.uniform("ddp")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,9 @@ from wavetrain.cli import main
 
 settings.register_profile("wavetrain", deadline=None, derandomize=True, database=None)
 settings.load_profile("wavetrain")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts behind; Ctrl-C is tested all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 

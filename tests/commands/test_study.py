@@ -10,6 +10,7 @@ import time
 import pytest
 
 from wavetrain.cli import main
+from wavetrain.commands import study as study_command
 
 STUDY = """
 study: mine
@@ -44,6 +45,19 @@ def test_a_study_writes_tables_findings_and_plans(file, tmp_path, capsys):
     plan = folder / found["records"][0]["plan_file"]
     assert main(["simulate", str(plan), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(found["records"][0]["step_s"])
+
+
+def test_what_is_missing_is_said_before_the_work(file, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "out"
+    monkeypatch.setenv("PATH", "")
+    assert main(["study", str(file), "-o", str(folder), "--pictures"]) == 2
+    assert "Chromium" in capsys.readouterr().err
+    assert not folder.exists()
+    monkeypatch.setattr(study_command, "find_spec", lambda _: None)
+    assert main(["study", str(file), "-o", str(folder), "--jobs", "1"]) == 0
+    assert "pip install 'wavetrain[report]'" in capsys.readouterr().err
+    assert not (folder / "report.html").exists()
+    assert (folder / "summary.md").exists()
 
 
 def test_ready_studies_are_listed(capsys):

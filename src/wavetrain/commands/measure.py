@@ -70,7 +70,7 @@ def write_measured(
     from wavetrain.show.measure import document
     from wavetrain.study.assemble import raw_of
 
-    cluster, residuals = _cluster(found, network_only=network_only)
+    cluster, residuals = cluster_of(found, network_only=network_only)
     seconds = round(time.monotonic() - begun, 1)
     about = {"seconds": seconds, "quick": quick, "device": found.title, "torch": found.torch, "notes": notes}
     with writing(path):
@@ -136,7 +136,7 @@ def _measured(place: Place | None, local: int | None, *, quick: bool, network_on
     limits = Limits(floor_s=PATIENCE_S, start_s=PATIENCE_S)
 
     def work(world: World) -> None:
-        found = _on_rank(world, device, quick=quick, network_only=network_only)
+        found = on_rank(world, device, quick=quick, network_only=network_only)
         if world.rank == 0:
             made.update(found)
             world.give(json.dumps(found).encode())
@@ -149,17 +149,19 @@ def _measured(place: Place | None, local: int | None, *, quick: bool, network_on
         made.update(json.loads(outcome.results[0] or b"{}"))
     if code:
         raise SystemExit(code)
-    return _read(made) if made else None
+    return found_of(made) if made else None
 
 
-def _read(made: dict[str, Any]) -> Found:
+def found_of(made: dict[str, Any]) -> Found:
+    """What rank 0 gave."""
     from wavetrain.runtime.samples import Sample
 
     samples = tuple(Sample(**(row | {"sizes": tuple(row["sizes"])})) for row in made.pop("samples"))
     return Found(samples, **made)
 
 
-def _on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> dict[str, Any]:
+def on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> dict[str, Any]:
+    """All ranks measure together; what rank 0 returns is of all of them."""
     from wavetrain.runtime.machine import machine
     from wavetrain.runtime.measure_network import hosts_of, network_samples
     from wavetrain.runtime.measure_steps import step_samples
@@ -210,7 +212,7 @@ class _Teller:
 # --- what it comes to ---
 
 
-def _cluster(found: Found, *, network_only: bool) -> tuple[Cluster, dict[str, Any]]:
+def cluster_of(found: Found, *, network_only: bool) -> tuple[Cluster, dict[str, Any]]:
     """The cluster, and how far its laws are from samples."""
     from wavetrain.study.assemble import assemble, like
     from wavetrain.study.calibrate import calibrate_compute

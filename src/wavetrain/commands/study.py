@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 MOST_JOBS = 1024
 FOLDER = Path("out/studies")
+REPORTS = ("plotly", "jinja2")  # what a report needs beside the core
 
 
 def study(  # noqa: PLR0913, PLR0917 - one option each, as users type them
@@ -73,6 +76,13 @@ def _study(file: str, output: Path | None, workers: int, *, report: bool, pictur
     from wavetrain.study.scaling.read import load_study
 
     asked = load_study(file)
+    if pictures:
+        from wavetrain.show.pictures import found_browser
+
+        found_browser()  # what is missing is said before an hour of work
+    if report and not all(map(find_spec, REPORTS)):
+        print("note: no report: it needs plotly and jinja2; try: pip install 'wavetrain[report]'", file=sys.stderr)
+        report = False
     folder = output or FOLDER / asked.name
     done = _carried_out(asked, folder, workers)
     document = study_document(asked, done)
