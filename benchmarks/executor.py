@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from wavetrain.runtime.chunk import SPIN_S, Batch, Computed, sharpen_timer, wait_until
 from wavetrain.runtime.executor import Boundary, Executor
+from wavetrain.runtime.heap import settle
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.samehost import open_same_host
 from wavetrain.runtime.transport import Grouped, Transport, links_of, tagged
@@ -44,7 +45,7 @@ ORDERS = {
     "split wave-1": ("wave-zb", {"waves": 1}),
     "split wave-2": ("wave-zb", {"waves": 2}),
 }
-WARM_S = 500e-6
+WARM_S = 300e-6
 NOTHING, GRADIENT = torch.zeros(8, requires_grad=True), torch.zeros(8)
 waited_s = 0.0  # by this process
 
@@ -119,18 +120,16 @@ class Slow(nn.Module):
         self.seconds = seconds
         self.entry = nn.Parameter(torch.zeros(())) if self.is_first else None
 
-    def enter(self, tokens: Tensor) -> Tensor:
-        return Work.apply(self.entry.expand_as(tokens), tokens, 0.0, 0.0)
-
-    def run(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, *, entered: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """As a stage of ours, and without targets as one of PyTorch's, which has a loss of its own."""
         f_s, i_s, w_s = self.seconds
-        return Work.apply(x, Weight.apply(self.weight, w_s), f_s, i_s)
-
-    def leave(self, x: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002
-        return Loss.apply(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.enter(x) if self.is_first else x)
+        hidden = Work.apply(self.entry.expand_as(x), x, 0.0, 0.0) if self.is_first else x
+        if self.is_first and entered is not None:
+            hidden = entered(hidden)
+        result = Work.apply(hidden, Weight.apply(self.weight, w_s), f_s, i_s)
+        return result if targets is None else Loss.apply(result)
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def timed(step: Step) -> float:
 
 
 def measure(setting: Setting, world: World) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
+    settle()  # as a rank that trains
     sharpen_timer()
     warnings.simplefilter("ignore")
     actions = setting.actions

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from wavetrain.runtime.backward import Deferred, backward_input
 from wavetrain.runtime.stages import Stage
 
-SPIN_S = 200e-6  # the end of a wait is spun: a sleep ends late by up to this much
+SPIN_S = 100e-6  # the end of a wait is spun: a sleep ends late by up to this much
 _PR_SET_TIMERSLACK = 29  # <linux/prctl.h>
 
 
