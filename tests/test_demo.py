@@ -8,14 +8,15 @@ from wavetrain.cli import main
 from wavetrain.cluster import load_cluster, write_cluster
 from wavetrain.commands import demo as command
 from wavetrain.plan import read_plan
+from wavetrain.sim.predict import simulate
 
 
 @pytest.fixture
 def described(monkeypatch):
     """Two hosts of two cores, as in the catalog."""
 
-    def written(path, *, local, quick):
-        assert (local, quick) == (command.RANKS, True)
+    def written(path, *, local, quick, device):
+        assert (local, quick, device) == (command.RANKS, True, "cpu")
         write_cluster(load_cluster("cpu-host:2"), path)
 
     monkeypatch.setattr(command, "write_measured", written)
@@ -30,6 +31,10 @@ def test_it_plans_trains_compares_and_reports(tmp_path, capsys, monkeypatch):
     assert found["same_order"]
     for side in ("predicted", "measured"):
         assert found["step_s"][side] == pytest.approx(sum(pair[side] or 0.0 for pair in found["terms"].values()))
+    shown = json.loads((tmp_path / "run" / "run.json").read_text())["memory"]
+    assert found["memory_bytes"]["measured"] == pytest.approx(sum(shown.values()))
+    predicted = simulate(read_plan(tmp_path / "plan.json")).memory
+    assert found["memory_bytes"]["predicted"] == pytest.approx(sum(predicted.get(kind, 0.0) for kind in shown))
     assert all(
         (tmp_path / name).stat().st_size for name in ("report.html", "timelines.svg", "plan.json", "run/measured.json")
     )

@@ -16,7 +16,11 @@ PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./{}-]+)`|\]\(((
 
 def blocks(language: str) -> list:
     return [
-        pytest.param(match.group(2), id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
+        pytest.param(
+            match.group(2),
+            id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}",
+            marks=[pytest.mark.xdist_group(page.name)] if language == "console" else [],  # one reads what another wrote
+        )
         for page in PAGES
         for match in BLOCK.finditer(page.read_text())
         if match.group(1) == language

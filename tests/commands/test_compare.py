@@ -65,3 +65,24 @@ def test_bad_arguments_are_refused(run, tmp_path):
         ran = run("compare", *arguments)
         assert ran.code == 2
         assert word in ran.err
+
+
+def test_a_spoilt_run_is_an_error_and_no_traceback(run, trained):
+    _, folder = trained
+    measured, document = ((folder / "run" / name).read_text() for name in ("measured.json", "run.json"))
+    huge = json.loads(document) | {"step_s": 10**400}
+    spoilt = [
+        ("measured.json", measured.replace('"name": "0F0"', '"name": 5')),
+        ("measured.json", measured.replace('"pid": 0', '"pid": [0]')),
+        ("measured.json", measured.replace('"traceEvents": [', '"traceEvents": ' + "[" * 100_000)),
+        ("run.json", json.dumps(huge)),
+        ("run.json", "[" * 100_000),
+    ]
+    for name, text in spoilt:
+        whole = {"measured.json": measured, "run.json": document}
+        assert text != whole[name]
+        for file, content in (whole | {name: text}).items():
+            (folder / "run" / file).write_text(content)
+        ran = run("compare", str(folder / "plan.json"), str(folder / "run"))
+        assert ran.code == 2
+        assert name in "".join(ran.err.split())

@@ -14,6 +14,7 @@ from tests.conftest import Ran
 
 from wavetrain.cluster import load_cluster
 from wavetrain.cluster.laws import load_laws
+from wavetrain.commands.measure import write_measured
 from wavetrain.runtime.samples import Sample
 from wavetrain.study.calibrate import Calibrated
 
@@ -56,6 +57,8 @@ def test_what_is_measured_is_a_cluster(run: Run, tmp_path: Path) -> None:
     assert said["node.tiers[0].gb_per_s"] == "wavetrain measure"
     raw = yaml.safe_load(file.read_text())["raw"]
     assert raw["residuals"]["compute"] == {"gemm": 0.0123}
+    assert set(raw["residuals"]) == {"compute", "network alone"}  # steps change what collectives take in company
+    assert "error alone" in ran.out
     assert raw["samples"][0] == "gemm-forward fp32 64x64x64 1 1 1.5"
     assert sum(row.startswith("send fp32 ") for row in raw["samples"]) > 1
 
@@ -81,7 +84,7 @@ def test_files_are_read_as_they_were_written(run: Run, tmp_path: Path, monkeypat
     assert shown["schema"] == "wavetrain.measure/1"
     assert (shown["file"], shown["hosts"], shown["devices_per_host"]) == (str(file), 1, 2)
     assert {row["kind"] for row in shown["network"]} == {own.kind for own in read.tiers[0].kinds}
-    assert all(0 <= row["error"]["median"] <= row["error"]["worst"] for row in shown["network"])
+    assert all(0 <= row["error_alone"]["median"] <= row["error_alone"]["worst"] for row in shown["network"])
 
 
 def test_the_network_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +98,15 @@ def test_the_network_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = run("measure", "--local", "2", "--quick", "--network-only")
     assert again.code == 2, "a file of the usual name is not written over"
     assert "exists already" in again.err
+
+
+def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo trains on processors, whatever else is here."""
+    monkeypatch.setattr("wavetrain.runtime.machine.device_here", lambda: pytest.fail("it looked for others"))
+    file = tmp_path / "one.yaml"
+    shown = write_measured(file, local=1, quick=True, network_only=True, device="cpu")
+    assert shown is not None
+    assert "catalog, cpu-host" in {source.source for source in load_cluster(file).sources}
 
 
 def test_one_rank_has_a_device_and_no_network(run: Run, tmp_path: Path) -> None:
@@ -153,7 +165,12 @@ def test_under_a_launcher_ranks_meet(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    ended = [process.communicate(timeout=120) for process in started]
+    try:
+        ended = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
     assert [process.returncode for process in started] == [0, 0], ended
     assert "wrote" in ended[0][0]
     assert ended[1][0] == ""

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from tests.study.scaling.made import record
 
 from wavetrain.cli import main
 from wavetrain.commands import study as study_command
+from wavetrain.study.scaling.run import Done
 
 STUDY = """
 study: mine
@@ -114,3 +117,37 @@ def test_ctrl_c_keeps_what_is_known(file, tmp_path):
     known = lines.read_text().count("\n")
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["reused"] >= min(known, 2)
+
+
+def test_ctrl_c_of_one_process_keeps_no_half_answer(file, tmp_path):
+    """The search that is interrupted is not answered with the best so far: a study would keep that for good."""
+    folder = tmp_path / "out"
+    file.write_text(STUDY.replace("[8, 16]", "[512, 1024, 2048]").replace("[fsdp, ddp]", "[free]"))
+    command = [sys.executable, "-m", "wavetrain", "study", str(file), "-o", str(folder), "--no-report", "--jobs", "1"]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    lines = folder / "records.jsonl"
+    while not lines.exists():
+        time.sleep(0.02)
+        assert process.poll() is None
+    time.sleep(0.5)
+    known = lines.read_text().count("\n")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert lines.read_text().count("\n") <= min(known + 1, 2)  # one may have ended meanwhile, not all three
+
+
+def test_steps_are_drawn_of_one_setting(tmp_path, monkeypatch):
+    """The smallest, a middle and the largest scale of the setting that has most, whichever comes first."""
+    records = [
+        *(record(devices, 1.0, plan_file="p", model="small") for devices in (8, 16, 32)),
+        *(record(devices, 1.0, plan_file="p", model="wide") for devices in (8, 16, 32, 64, 128)),
+        *(record(devices, 1.0, plan_file="p", model="last") for devices in (8, 16)),
+    ]
+    monkeypatch.setattr("wavetrain.plan.read_plan", lambda _: None)
+    monkeypatch.setattr("wavetrain.sim.predict.simulate", lambda _: SimpleNamespace(timeline="step"))
+    found = study_command._timelines(Done(tuple(records), 0, 0, 0.0), tmp_path)
+    assert [name.split(", ")[0] for name in found] == ["wide"] * 3
+    assert [name.split(", ")[2].split()[0] for name in found] == ["8", "32", "128"]
+    assert study_command._timelines(Done((), 0, 0, 0.0), tmp_path) == {}

@@ -130,6 +130,15 @@ def test_no_layout_at_all():
     assert any(reason.startswith("dp 3: ") for reason in rescue(search(none)).reasons)
 
 
+def test_a_layout_without_a_schedule_is_none():
+    none = replace(ASKED, pins=replace(ASKED.pins, pp=1, schedule="wave"))
+    assert is_empty(none)
+    assert not is_empty(replace(none, pins=replace(none.pins, pp=2)))
+    found = rescue(search(replace(none, mixed=False)), time_limit_s=1.0)
+    assert [reason.partition(":")[0] for reason in found.reasons] == ["pp 1", "schedule wave"]
+    assert "possible: 2" in found.reasons[0]
+
+
 def test_the_largest_batch_is_the_largest():
     small = with_memory(ASKED, 0.06)
     best = largest_batch(small).best.layout

@@ -20,8 +20,8 @@ from wavetrain.planner.mixed import instance, plan_of
 from wavetrain.planner.problem import Run, bundle, peak, time
 from wavetrain.planner.prove import prove
 from wavetrain.planner.question import Pins, Question
-from wavetrain.planner.search import _State, end_groups, search
-from wavetrain.planner.space import degrees
+from wavetrain.planner.search import _State, search
+from wavetrain.planner.space import degrees, end_groups
 from wavetrain.sim.predict import outline
 
 CASES = (

@@ -127,6 +127,19 @@ def test_who_watches_hears_where_it_stands_and_changes_nothing(name, monkeypatch
         assert "best step" in str(told[-1])
 
 
+def test_ctrl_c_gives_the_best_so_far_or_ends_it(monkeypatch):
+    question = CASES["a node"]
+    cost = search(question).found[0].cost
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wavetrain.planner.search._State.drain", interrupted)
+    assert search(question).lower <= cost
+    with pytest.raises(KeyboardInterrupt):
+        search(question, interruptible=False)
+
+
 def test_below_a_bound_only_better_plans_are_looked_for():
     question = CASES["a node"]
     cost = search(question).found[0].cost

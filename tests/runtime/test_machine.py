@@ -1,7 +1,7 @@
 """What this machine is."""
 
 import os
-import time
+from types import SimpleNamespace
 
 from wavetrain.runtime import machine as module
 from wavetrain.runtime.machine import busy_cores, device_here, machine, ranks_here
@@ -24,16 +24,11 @@ def test_threads_of_a_core_count_once(monkeypatch) -> None:
 
 
 def test_work_of_others_is_seen(monkeypatch) -> None:
-    """The look is at all cores; here, a child that spins stands for others."""
-    child = os.fork()
-    if child == 0:
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
-            pass
-        os._exit(0)
-    monkeypatch.setattr(module, "LOOK_S", 1.0)
-    try:
-        assert busy_cores() > 0.5
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+    """What all cores did during the look, over how long it was."""
+    assert module._busy_ticks() > 0
+    seconds, ticks = iter((10.0, 12.0)), iter((500, 500 + 6 * module._TICKS))
+    slept = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=slept.append))
+    monkeypatch.setattr(module, "_busy_ticks", lambda: next(ticks))
+    assert busy_cores() == 3.0
+    assert slept == [module.LOOK_S]

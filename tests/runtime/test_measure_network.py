@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from tests.runtime.namespaces import needs_namespaces
+from tests.runtime.namespaces import at_least_once, needs_namespaces
 from tests.soak import sample
 
 from wavetrain.base.errors import RunError
@@ -19,7 +19,7 @@ from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.measure_network import QUICK_SIZES, Effort, Hosts, Pass, hosts_of, network_samples
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.samples import Sample
-from wavetrain.runtime.virtual import virtual_cluster
+from wavetrain.runtime.virtual import VirtualCluster, virtual_cluster
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.study.calibrate_network import calibrate_network, span_of
 
@@ -76,15 +76,24 @@ def test_the_fitted_law_says_what_was_measured(ranks: int) -> None:
 @pytest.mark.parametrize("each", sample([1, 2], 1))
 def test_hosts_are_joined_by_links_of_the_rate_they_have(each: int) -> None:
     """Namespaces are hosts, whose ranks share a NIC and no memory: messages go over gloo, also inside a host."""
-    with virtual_cluster(2, rate_bytes_per_s=RATE) as cluster:
-        samples = read(given(measured, 2 * each, run=cluster.run)[0])
+
     kinds, inside = (*COLLECTIVES, "send"), {(what, 2, 1) for what in (*COLLECTIVES, "send")}
     over_all = {(what, 4, 2) for what in COLLECTIVES} | inside if each == 2 else set()
-    assert {(s.what, s.ranks, s.hosts) for s in samples} == {(what, 2, 2) for what in kinds} | over_all
-    joined = calibrate_network(samples, devices=each, hosts=2, tree=False)
-    assert joined.network is not None
-    assert joined.network.nic_bytes_per_s == pytest.approx(RATE, rel=0.15)
-    assert statistics.median(errors(samples, devices=each, hosts=2)) < 0.35
+
+    def once(cluster: VirtualCluster) -> bool:
+        """No message is faster than its link; and, if nothing else was in the way, the law says as much."""
+        samples = read(given(measured, 2 * each, run=cluster.run)[0])
+        assert {(s.what, s.ranks, s.hosts) for s in samples} == {(what, 2, 2) for what in kinds} | over_all
+        long = [s for s in samples if s.what == "send" and s.hosts == 2 and s.sizes[0] >= 2**20]
+        assert long
+        assert max(each * s.sizes[0] / s.seconds for s in long) < 1.1 * RATE
+        joined = calibrate_network(samples, devices=each, hosts=2, tree=False)
+        assert joined.network is not None
+        right = joined.network.nic_bytes_per_s == pytest.approx(RATE, rel=0.15)
+        return right and statistics.median(errors(samples, devices=each, hosts=2)) < 0.35
+
+    with virtual_cluster(2, rate_bytes_per_s=RATE) as cluster:
+        at_least_once(lambda: once(cluster), least=True, most=True)
 
 
 def test_one_rank_has_no_network() -> None:

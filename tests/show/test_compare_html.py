@@ -2,11 +2,7 @@
 
 import base64
 import hashlib
-import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +10,7 @@ from random import Random
 
 import pytest
 from tests.runtime.plans import small_model, small_plan
+from tests.show.browser import Browser, needs_browser
 from tests.study.runs import run_of
 
 from wavetrain.base.errors import InputError
@@ -22,7 +19,7 @@ from wavetrain.plan import Request, plan_of
 from wavetrain.show.compare_html import MOST_EVENTS, page, timelines_picture
 from wavetrain.sim.breakdown import TERMS
 from wavetrain.sim.predict import simulate
-from wavetrain.study.compare import compare
+from wavetrain.study.compare import Pair, compare
 from wavetrain.study.refit import refit
 from wavetrain.timeline import Timeline
 
@@ -164,29 +161,30 @@ def test_without_jinja_the_remedy_is_said(comparison, monkeypatch):
         page(comparison)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 and shutil.which("chromium") is None, reason="no browser: apt install chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_a_word_or_a_request(large, tmp_path, scheme):
-    (tmp_path / "page.html").write_text(page(hostile(large)), encoding="utf-8", errors="replace")
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        *quiet,
-        *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path}/profile",
-        f"--log-net-log={tmp_path}/net.json",
-        "--window-size=1200,1600",
-        f"--screenshot={tmp_path}/page.png",
-        f"file://{tmp_path}/page.html",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (tmp_path / "page.png").stat().st_size > 20_000, done.stderr
-    assert "CONSOLE" not in done.stderr
-    events = json.loads((tmp_path / "net.json").read_text())["events"]
-    asked = [str(event.get("params", "")) for event in events]
-    assert asked
-    assert not any("evil.example" in params for params in asked)
+def test_memory_that_was_predicted_but_never_held_is_drawn(comparison):
+    """0 is a measurement, and none is not."""
+    rows = (Pair("gathered", 1000.0, 0.0), Pair("working", 1000.0, None), Pair("parameters", 1000.0, 1000.0))
+    said = page(replace(comparison, memory=rows))
+    assert "gathered, measured: 0 B" in said
+    assert "parameters, measured: 1000 B" in said
+    assert "working, measured" not in said
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    started = Browser(tmp_path_factory.mktemp("browser"))
+    yield started
+    started.close()
+
+
+@needs_browser
+@pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(15, 20, 25)")])
+def test_a_browser_shows_it_without_a_word_or_a_request(browser, large, tmp_path, scheme, paper):
+    path = tmp_path / "page.html"
+    path.write_text(page(hostile(large)), encoding="utf-8", errors="replace")
+    browser.open(path, height=1600, scheme=scheme)
+    browser.shot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+    assert browser.said == []
+    assert browser.asked == [path.as_uri()]

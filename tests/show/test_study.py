@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -50,7 +51,21 @@ def test_the_document_is_json_and_complete(done):
     assert len(found["records"]) == 8
     assert [one["devices"] for one in found["best"]] == [8, 16, 32]
     assert found["crossovers"][-1]["second"] == "tp 2"
-    assert found["knees"] == [one | {"strategy": "fsdp", "stop_below": 0.5} for one in found["knees"]]
+    (knee,) = found["knees"]  # 8 devices give 800 tokens/s, the step from 16 to 32 gives 31 of these 100 each
+    assert (knee["strategy"], knee["stop_below"], knee["before"], knee["after"]) == ("fsdp", 0.5, 16, 32)
+    assert 8 < knee["devices"] < 32
+
+
+def test_of_energy_the_best_is_the_same_everywhere():
+    fast = made("fast", {8: 800.0, 16: 1600.0}, objective="energy")
+    slow = [replace(one, strategy="slow", tokens_per_s=400.0, tokens_per_joule=9.0) for one in fast]
+    done, asked = Done((*fast, *slow), 4, 0, 1.0), study(failures=FAILURES)
+    document, text = study_document(asked, done), printed(done, asked)
+    assert [one["strategy"] for one in document["best"]] == ["slow", "slow"]
+    assert any("slow gives most tokens per joule" in said for said in document["findings"])
+    rows = [line.split()[:2] for line in text.splitlines() if line[:7].strip().isdigit()]
+    assert rows == [["8", "slow"], ["16", "slow"]]
+    assert "is better than" not in text
 
 
 def test_a_table_has_the_same_columns_in_every_line(done):

@@ -4,13 +4,16 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.show.studies import SCALES, record, records, study, unfitting
+from tests.show.studies import SCALES, record, records, study, timeline, unfitting
 
+from wavetrain.show.page import part
 from wavetrain.show.study_bars import BELOW_PEAK, KIND_COLOURS, TERM_COLOURS, ink_on, losses
 from wavetrain.show.study_figures import figures
 from wavetrain.show.study_groups import chosen, groups_of, words_of
 from wavetrain.show.study_lines import log_axis
 from wavetrain.show.study_maps import degrees_map, strategy_map
+from wavetrain.show.study_steps import COLOURS as STEP_COLOURS
+from wavetrain.show.study_steps import step_figures
 from wavetrain.sim.breakdown import TERMS
 from wavetrain.study.scaling.returns import knee, marginal, setting_of
 from wavetrain.study.scaling.spec import Published, Strategy
@@ -112,7 +115,16 @@ def test_memory_stands_under_its_capacity():
     assert total == pytest.approx([56 + 40 / devices for devices in SCALES], rel=1e-4)  # with what must stay free
     assert figure.layout["shapes"][0]["y0"] == 80
     assert figure.layout["yaxis"]["range"][1] > 80
-    assert found()["memory-strategies-1"].data[0]["x"] == ["fsdp", "tp 2"]
+    by_strategy = found()["memory-strategies-1"]
+    assert by_strategy.data[0]["x"] == by_strategy.layout["xaxis"]["tickvals"] == [0, 1]
+    assert by_strategy.layout["xaxis"]["ticktext"] == ["fsdp", "tp 2"]
+
+
+def test_long_names_that_begin_alike_have_bars_of_their_own():
+    names = tuple(f"a long name of a strategy that ends in {end}" for end in "abc")
+    asked = study(strategies=tuple(map(Strategy, names)))
+    figure = found(asked, [record(name, 8) for name in names])["memory-strategies-1"]
+    assert all(len(set(trace["x"])) == 3 for trace in figure.data)
 
 
 def test_less_latency_is_better_hardware():
@@ -139,6 +151,21 @@ def test_a_map_says_what_is_best_and_what_does_not_fit():
     assert figure.data[2]["marker"]["pattern"]["shape"] == ["/", "", ""] + ["/"] * 6
     missing = [each for each in records() if (each.strategy, each.devices) != ("tp 2", 64)]
     assert strategy_map(group(missing)).cells[1][3].state == "none"
+
+
+def test_maps_divide_by_what_the_objective_wants():
+    pins = [(tp, pp) for tp in (1, 2) for pp in (1, 2)]
+    asked = study(strategies=tuple(Strategy(f"{tp}x{pp}", pins={"tp": tp, "pp": pp}) for tp, pp in pins))
+    rates = {"1x1": (9e4, 1.0), "1x2": (1e4, 4.0), "2x1": (2e4, 2.0), "2x2": (3e4, 3.0)}
+    made = [
+        replace(record(name, 8), objective="energy", tokens_per_s=rate, tokens_per_joule=per_joule)
+        for name, (rate, per_joule) in rates.items()
+    ]
+    shown, degrees = strategy_map(group(made, asked)), degrees_map(asked, group(made, asked))
+    assert [row[0].share for row in shown.cells] == [0.25, 1.0, 0.5, 0.75]
+    assert [[cell.share for cell in row] for row in degrees.cells] == [[0.25, 1.0], [0.5, 0.75]]
+    assert shown.note.startswith("Tokens per joule")
+    assert strategy_map(group()).note.startswith("Throughput")
 
 
 def test_degrees_have_a_map_where_both_are_pinned():
@@ -219,6 +246,21 @@ def test_plotly_knows_every_property():
 
     for figure in found(None, [*records(), *records(model="m")]).values():
         Figure(data=figure.data, layout=figure.layout)
+
+
+def test_steps_are_figures_too():
+    from plotly.graph_objects import Figure
+
+    (figure,) = step_figures({"fsdp <b>": timeline(ranks=2, microbatches=3)})
+    forward, backward = figure.data
+    assert (figure.id, figure.title) == ("step-1", "One step: fsdp <b>")
+    assert (forward["name"], backward["name"]) == ("forward", "backward")
+    assert forward["y"] == ["rank 0"] * 3 + ["rank 1"] * 3
+    assert forward["base"][0] == 0
+    assert backward["x"][0] == pytest.approx(2 * forward["x"][0], rel=1e-4)
+    assert figure.rows
+    assert all(f".{style} {{ fill: {colour}; }}" in part("gantt.css") for style, colour in STEP_COLOURS.items())
+    Figure(data=figure.data, layout=figure.layout)
 
 
 def test_every_figure_has_its_numbers_in_a_table():

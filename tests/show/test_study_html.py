@@ -203,7 +203,7 @@ def test_columns_without_a_number_are_left_out(page):
     bare = [replace(each, train_s=None, train_usd=None, train_mwh=None, goodput_share=None) for each in records()]
     for text, there in ((page, True), (study_page(study(), bare), False)):
         headers = re.findall(r'<th scope="col">([^<]*)</th>', own(text).partition('id="records-1"')[2])
-        assert {"tokens/s", "MFU", "bound by"} <= set(headers)
+        assert {"tokens/s", "MFU", "W/device", "kW", "bound by"} <= set(headers)
         assert all((name in headers) == there for name in ("goodput", "time", "cost", "MWh"))
 
 

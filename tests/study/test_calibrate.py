@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wavetrain.cluster import load_cluster
+from wavetrain.cluster import load_cluster, write_cluster
 from wavetrain.runtime.measure_compute import HEADS, LOGITS, LOOKUPS, MODELS, PRODUCTS, STREAMS
 from wavetrain.runtime.samples import PIPELINE, RECOMPUTED, REPLICAS, SHARDED, Sample, Small, step_case, step_cases
 from wavetrain.sim.predict import simulate
+from wavetrain.study.assemble import assemble
 from wavetrain.study.calibrate import Calibrated, calibrate_compute, fitted, in_whole_models, small_seconds
+from wavetrain.study.calibrate_network import calibrate_network
 from wavetrain.study.calibrate_steps import GATHERED, REDUCED, _slower, _start, in_whole_steps
 
 RATE, INNER_HALF, START_S = 60e9, 12.0, 8e-6
@@ -111,6 +113,60 @@ def test_models_decide_where_operators_are_faster_alone(found):
     assert again.laws.gap_s == pytest.approx(truth.laws.gap_s, rel=1e-2)
 
 
+def in_bf16(samples):
+    """The same operators in a format whose products are ten times as fast, and all else is slower."""
+    for one in samples:
+        if one.what not in ("copy", "accumulate", "optimizer"):
+            yield replace(one, dtype="bf16", seconds=one.seconds * (0.1 if one.what.startswith("gemm") else 4.0))
+
+
+def test_what_all_formats_share_is_that_of_the_format_that_is_trained(found):
+    """Attention is a share of each format's peak, and streams have no format: fp32, which models were timed in."""
+    truth, seen = found
+    models = list(in_models(truth.device, truth.laws))
+    both = calibrated([*operators(), *in_bf16(operators()), *models])
+    assert both.device.peak.bf16 == pytest.approx(10 * RATE, rel=1e-3)
+    assert both.device.inner_half == pytest.approx(INNER_HALF, rel=1e-3)  # of 16 bits alone
+    assert replace(both.device, peak=seen.device.peak, inner_half=seen.device.inner_half) == seen.device
+    assert both.laws == seen.laws
+    for small in MODELS:
+        assert small_seconds(small, both.device, both.laws) == small_seconds(small, seen.device, seen.laws)
+
+
+def alone(what, seconds):
+    """Operators of which one kind takes `seconds`, whatever its size."""
+    for one in operators():
+        yield replace(one, seconds=seconds(one)) if one.what.startswith(what) else one
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds"),
+    [
+        ("attention-forward", lambda _: 1e-3),  # no slope: as fast as can be said
+        ("attention-forward", lambda one: 1e-9 * one.seconds),
+        ("attention-forward", lambda one: 1e6 * one.seconds),
+        ("gemm", lambda _: 1e-3),
+        ("gemm", lambda one: 1e-9 * (one.sizes[0] * (one.sizes[1] + one.sizes[2]) + 2 * one.sizes[1] * one.sizes[2])),
+        ("norm", lambda _: 1e-3),
+        ("optimizer", lambda _: 1e-3),
+    ],
+)
+def test_whatever_was_timed_a_file_of_it_is_read(found, tmp_path, what, seconds):
+    truth, _ = found
+    seen = calibrated([*alone(what, seconds), *in_models(truth.device, truth.laws)])
+    cluster = assemble(
+        "measured",
+        seen.device,
+        calibrate_network([], devices=1, hosts=1, tree=False),
+        seen.laws,
+        devices=1,
+        hosts=1,
+        base=LIKE,
+    )
+    write_cluster(cluster, tmp_path / "cluster.yaml")
+    assert load_cluster(tmp_path / "cluster.yaml").device == cluster.device
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_of_five_percent_moves_predictions_by_less(found, seed):
     truth, _ = found
@@ -159,3 +215,13 @@ def test_steps_are_predicted_as_they_were_measured(ranks):
     if ranks > 1:
         assert seen.laws.message_s == pytest.approx(0.0003, rel=0.02)
         assert seen.laws.gradient_exposed == pytest.approx(0.4, rel=0.05)
+
+
+def test_steps_that_take_forever_are_written_as_a_file_may_say_it(tmp_path):
+    base = load_cluster("cpu-host:1").part(2)
+    samples = [Sample(case.what, case.sizes, 1e3 if case.what == SHARDED else 0.05, ranks=2) for case in step_cases(2)]
+    samples = [replace(one, seconds=5e5) if one.what == SHARDED and one.sizes[1] > 100 else one for one in samples]
+    seen = in_whole_steps(base, samples)
+    write_cluster(seen, tmp_path / "cluster.yaml")
+    again = load_cluster(tmp_path / "cluster.yaml")
+    assert min(one.efficiency for one in again.tiers[0].kinds if one.kind in GATHERED) >= 0.001

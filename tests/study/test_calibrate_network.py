@@ -10,7 +10,7 @@ from wavetrain.cluster import Cluster, Group, Node, load_cluster, write_cluster
 from wavetrain.cluster.cluster import Achieved, Network, Tier
 from wavetrain.cost.collective import Collective, Span, seconds
 from wavetrain.runtime.samples import Sample
-from wavetrain.study.calibrate_network import KINDS, Joined, calibrate_network, span_of
+from wavetrain.study.calibrate_network import KINDS, Constants, Joined, _achieved, calibrate_network, span_of
 
 SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 22, 24))
 KIB, MIB = 2**10, 2**20
@@ -163,3 +163,9 @@ def test_what_is_found_is_written_and_read_again(tmp_path) -> None:
     write_cluster(cluster, tmp_path / "c.yaml", raw={"samples": [[1, 2]]})
     read = load_cluster(tmp_path / "c.yaml")
     assert replace(read, sources=()) == cluster
+
+
+def test_what_a_kind_achieves_is_as_a_file_may_say_it():
+    found = _achieved(Collective.ALL_GATHER, Constants(0.0, 0.0, byte_s=1e-9, pair_s=1e-6, ramp_s=0.0), rate=1e13)
+    assert (found.pair_loss, found.efficiency) == (100.0, 0.001)
+    assert _achieved(Collective.ALL_GATHER, Constants(0.0, 0.0, 1e-9, 0.0, 0.0), rate=1.0).efficiency == 100.0

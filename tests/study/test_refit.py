@@ -138,6 +138,39 @@ def test_what_cannot_be_fitted_is_said():
     assert [left.partition(":")[0] for left in found.left] == ["context", "reduction"]
 
 
+def test_an_optimizer_that_takes_tensors_one_by_one_is_scaled_as_a_whole():
+    plan = PLANS["replicas"]
+    laws = replace(plan.cluster.laws, tensor_step_s=2e-5)
+    plan = replace(plan, cluster=replace(plan.cluster, own_laws=laws))
+    slower = replace(laws, tensor_step_s=3 * laws.tensor_step_s, optimizer_bytes=3 * laws.optimizer_bytes)
+    run = run_of(plan, simulate(replace(plan, cluster=replace(plan.cluster, own_laws=slower))))
+    found = refit(plan, compare(plan, simulate(plan), run))
+    changed = {change.name: change.new / change.old for change in found.changes}
+    assert changed == {name: pytest.approx(3.0, rel=0.01) for name in ("laws.optimizer_bytes", "laws.tensor_step_s")}
+
+
+def test_terms_that_do_not_come_to_agree_are_said():
+    plan = PLANS["replicas"]
+    prediction = simulate(plan)
+    terms = dict(prediction.breakdown)
+    terms["optimizer"] *= 1e8  # no factor is as large
+    run = run_of(plan, prediction, terms=(terms,), step_s=sum(terms.values()))
+    found = refit(plan, compare(plan, prediction, run))
+    assert [left.partition(":")[0] for left in found.left] == ["optimizer"]
+    assert found.prediction.breakdown["optimizer"] < 0.1 * terms["optimizer"]
+
+
+def test_sums_of_gradients_are_scattered_where_states_are_cut():
+    plan = planned("dgx-h100:1", dp=8, zero1=True)
+    prediction = simulate(plan)
+    terms = dict(prediction.breakdown)
+    terms["reduction"] *= 2
+    run = run_of(plan, prediction, terms=(terms,), step_s=sum(terms.values()))
+    found = refit(plan, compare(plan, prediction, run))
+    assert found.prediction.breakdown["reduction"] == pytest.approx(terms["reduction"], rel=2 * AGREED)
+    assert {one.kind for one in found.cluster.node.tiers[0].kinds} == {"reduce_scatter"}
+
+
 def test_scaling_everything_by_one_changes_nothing():
     plan = PLANS["pipelines of shards"]
     assert simulate(replace(plan, cluster=scaled(plan.cluster, Factors()))).step_s == simulate(plan).step_s

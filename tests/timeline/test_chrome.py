@@ -46,6 +46,36 @@ def test_the_same_timeline_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
 
 
+EVENT = {"ph": "X", "name": "0F0", "cat": "compute", "pid": 0, "tid": 0, "ts": 0, "dur": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": 5}, {"cat": None}, {"pid": [0]}, {"pid": True}, {"pid": "0"}, {"ts": []}, {"dur": -1}, {"ts": 10**400}],
+)
+def test_events_of_another_kind_are_refused(tmp_path, wrong):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [EVENT | wrong]}))
+    with pytest.raises(InputError, match="not a trace"):
+        read_chrome(path)
+
+
+def broken(text: str):
+    packed = gzip.compress(text.encode())
+    yield from (packed[: len(packed) // 2], packed[:5])
+    yield from (packed[:12] + b"\xff" * 20 + packed[32:], packed[:-8] + bytes(8))
+    yield b'{"traceEvents": ' + b"[" * 100_000
+    yield b'{"traceEvents": [], "args": ' + b'{"a": ' * 100_000
+
+
+@pytest.mark.parametrize("data", [*broken(json.dumps({"traceEvents": [EVENT] * 50}))], ids=range(6))
+def test_files_that_are_cut_spoilt_or_endless_are_refused(tmp_path, data):
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match="not a trace"):
+        read_chrome(path)
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": 3}', "null"])
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "t.json"

@@ -50,7 +50,7 @@ def demo(
         name: output / name for name in ("cluster.yaml", "plan.json", "report.html", "timelines.svg", "predicted.json")
     }
     _say(as_json, 1, f"measures this machine with {RANKS} ranks at once")
-    write_measured(files["cluster.yaml"], local=RANKS, quick=True)
+    write_measured(files["cluster.yaml"], local=RANKS, quick=True, device="cpu")  # where it trains
     _say(as_json, 2, "plans a small GPT: a wave over two stages' ranks, two replicas, the MLPs sharded over them")
     plan = _plan(load_cluster(files["cluster.yaml"]), files["plan.json"])
     predicted = simulate(plan)

@@ -49,9 +49,14 @@ def measure(
 
 
 def write_measured(
-    output: Path | None, *, local: int | None = None, quick: bool = False, network_only: bool = False
+    output: Path | None,
+    *,
+    local: int | None = None,
+    quick: bool = False,
+    network_only: bool = False,
+    device: str | None = None,
 ) -> dict[str, Any] | None:
-    """Measure and write; what is to be shown of it, on the rank that shows it."""
+    """Measure and write; what is to be shown of it, on the rank that shows it. `device`: cpu or cuda; the best here."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # these two as in `train`
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if local is not None and not 1 <= local <= MOST_LOCAL:
@@ -63,7 +68,7 @@ def write_measured(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     begun = time.monotonic()
     notes = _notes() if place is None or place.rank == 0 else []
-    found = _measured(place, local, quick=quick, network_only=network_only)
+    found = _measured(place, local, device, quick=quick, network_only=network_only)
     if found is None:  # another rank shows it
         return None
     from wavetrain.cluster import write_cluster
@@ -125,18 +130,20 @@ def _notes() -> list[str]:
 # --- on the ranks ---
 
 
-def _measured(place: Place | None, local: int | None, *, quick: bool, network_only: bool) -> Found | None:
+def _measured(
+    place: Place | None, local: int | None, device: str | None, *, quick: bool, network_only: bool
+) -> Found | None:
     """What all ranks have found, in the process that is to show it."""
     from wavetrain.runtime.launch import run_local, run_rank
     from wavetrain.runtime.machine import device_here, ranks_here
     from wavetrain.runtime.report import Limits
     from wavetrain.runtime.world import meet
 
-    device, made = device_here(), dict[str, Any]()
+    used, made = device or device_here(), dict[str, Any]()
     limits = Limits(floor_s=PATIENCE_S, start_s=PATIENCE_S)
 
     def work(world: World) -> None:
-        found = on_rank(world, device, quick=quick, network_only=network_only)
+        found = on_rank(world, used, quick=quick, network_only=network_only)
         if world.rank == 0:
             made.update(found)
             world.give(json.dumps(found).encode())
@@ -144,7 +151,7 @@ def _measured(place: Place | None, local: int | None, *, quick: bool, network_on
     if place is not None:
         code = run_rank(work, meet(place), limits=limits)
     else:
-        outcome = run_local(work, local or ranks_here(device), limits=limits)
+        outcome = run_local(work, local or ranks_here(used), limits=limits)
         code = outcome.exit_code
         made.update(json.loads(outcome.results[0] or b"{}"))
     if code:
@@ -233,4 +240,6 @@ def cluster_of(found: Found, *, network_only: bool) -> tuple[Cluster, dict[str, 
     cluster = assemble(name, device, joined, laws, devices=found.each, hosts=found.hosts, base=base)
     cluster = in_whole_steps(cluster, found.samples)
     residuals = {what: float(f"{error:.3g}") for what, error in computed.items()}
-    return cluster, {"compute": residuals, "network": {key: asdict(one) for key, one in joined.residuals.items()}}
+    # Whole steps have changed some of these constants: in company, collectives take what they take there.
+    alone = {key: asdict(one) for key, one in joined.residuals.items()}
+    return cluster, {"compute": residuals, "network alone": alone}

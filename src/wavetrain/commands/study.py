@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,31 +111,35 @@ def _write(
         "study.json": dumps(document),
         "summary.md": study_markdown(asked, done),
     }
+    steps = _timelines(done, folder) if report or pictures else {}
     if report:
         from wavetrain.show.study_html import study_page
 
         said = findings(asked, done.records)
-        texts["report.html"] = study_page(asked, done.records, findings=said, timelines=_timelines(done, folder))
+        texts["report.html"] = study_page(asked, done.records, findings=said, timelines=steps)
     for name, text in texts.items():
         write(folder / name, text)
     written = [folder / name for name in texts]
     if pictures:
         from wavetrain.show.pictures import pictures as drawn
         from wavetrain.show.study_figures import figures
+        from wavetrain.show.study_steps import step_figures
 
-        written += drawn(figures(asked, done.records), folder / "figures")
+        written += drawn((*figures(asked, done.records), *step_figures(steps)), folder / "figures")
     return written
 
 
 def _timelines(done: Done, folder: Path) -> dict[str, Timeline]:
-    """The step of chosen points: the best plan at the smallest, a middle and the largest scale that has one."""
+    """The step of chosen points: the best plan at the smallest, a middle and the largest scale of one setting."""
     from wavetrain.plan import read_plan
+    from wavetrain.show.study_groups import chosen
     from wavetrain.sim.predict import simulate
-    from wavetrain.study.scaling.returns import best
+    from wavetrain.study.scaling.returns import best, setting_of
 
     found = best(done.records)
-    chosen = {found[at].where: found[at] for at in (0, len(found) // 2, -1)} if found else {}
-    return {name: simulate(read_plan(folder / record.plan_file)).timeline for name, record in chosen.items()}
+    widest = Counter(map(setting_of, found)).most_common(1)  # the first of those with most scales
+    shown = chosen([record for record in found if setting_of(record) == widest[0][0]])
+    return {record.where: simulate(read_plan(folder / record.plan_file)).timeline for record in shown}
 
 
 def _claims(folder: Path, workers: int, markdown: Path | None, as_json: bool) -> None:

@@ -22,7 +22,7 @@ def load_model(name_or_path: str | Path, *, seq_len: int | None = None) -> Model
     """Read a model by preset name or path; `seq_len` replaces the sequence length it is described for."""
     name = str(name_or_path)
     if name in presets():
-        return _with_length(_from_short(name, presets()[name]), seq_len)
+        return with_length(_from_short(name, presets()[name]), seq_len)
     path = Path(name_or_path)
     if not exists(path):
         raise InputError(unknown_name(name, "model", presets()))
@@ -45,7 +45,7 @@ def read_model(node: Node, *, seq_len: int | None = None) -> Model:
         raise InputError(Problem(where=node.where, key="model_type", rule=rule, legal=tuple(sorted(READERS))))
     else:
         model = _from_short(stem, node)
-    return _with_length(model, seq_len)
+    return with_length(model, seq_len)
 
 
 def write_model(model: Model, path: Path) -> None:
@@ -73,7 +73,8 @@ def _from_short(default_name: str, node: Node) -> Model:
     return build(architecture, name=name, source=source)
 
 
-def _with_length(model: Model, seq_len: int | None) -> Model:
+def with_length(model: Model, seq_len: int | None) -> Model:
+    """The model for sequences of another length, where it has one; None: its own."""
     if seq_len is None:
         return model
     learned = model.architecture is not None and model.architecture.positions == "learned"

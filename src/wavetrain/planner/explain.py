@@ -15,7 +15,7 @@ from wavetrain.plan.layout import Choice, Layout, Recompute
 from wavetrain.plan.plan import Plan, num_stages
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import Answer, Found, search
-from wavetrain.planner.space import degrees, options
+from wavetrain.planner.space import playable
 from wavetrain.sim.predict import Prediction, simulate
 
 SHOWN = 1e-3  # of a step: smaller changes of a term are not named
@@ -69,7 +69,7 @@ def compare(question: Question, plan: Plan, other: Plan, name: str) -> Compared:
         needed_bytes=bytes_,
         too_much_bytes=max(0.0, bytes_ - question.capacity_bytes),
         slower=its.step_s / own.step_s - 1,
-        worse=costs[1] / costs[0] - 1 if math.isfinite(costs[0] + costs[1]) else 0.0,
+        worse=costs[1] / costs[0] - 1 if costs[0] and math.isfinite(costs[0] + costs[1]) else 0.0,
         terms=term_changes(own, its),
     )
 
@@ -130,8 +130,7 @@ def narrowed(question: Question, pins: dict[str, object]) -> Question | None:
 
 def is_empty(question: Question) -> bool:
     """Whether no layout is legal at all, whatever it needs."""
-    known = degrees(question)
-    return not len(known) or not len(options(question, known))
+    return not len(playable(question))
 
 
 # --- decision by decision ---

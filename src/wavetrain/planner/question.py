@@ -59,6 +59,7 @@ class Pins:
     devices: int | None = None
 
 
+OF_ALL_BLOCKS = ("shard", "keep", "recompute", "shard_optimizer")  # pins that say the same of every block
 FAMILIES = {
     "ddp": "replicas, nothing sharded",
     "zero1": "replicas, optimizer states sharded",
@@ -102,9 +103,7 @@ class Question:
     @property
     def is_free(self) -> bool:
         """Whether blocks and operators may be chosen one by one: nothing is said that holds for all of them."""
-        pins = self.pins
-        stated = (pins.shard, pins.keep, pins.recompute, pins.shard_optimizer)
-        return self.mixed and not self.only and all(value is None for value in stated)
+        return self.mixed and not self.only and all(getattr(self.pins, name) is None for name in OF_ALL_BLOCKS)
 
     @property
     def step_tokens(self) -> int:

@@ -16,7 +16,7 @@ from wavetrain.plan.plan import Plan
 from wavetrain.planner.explain import MOST_SIDE_S, is_empty, least_memory
 from wavetrain.planner.question import Pins, Question
 from wavetrain.planner.search import Answer, Found, search
-from wavetrain.planner.space import degrees, legal_tp
+from wavetrain.planner.space import legal_tp, playable
 from wavetrain.sim.predict import simulate
 
 MOST_DOUBLINGS = 6
@@ -104,7 +104,7 @@ def broken_rules(question: Question) -> Iterator[str]:
 def _rule(question: Question, name: str) -> str:
     """The rule that a pinned value breaks, with the values that do not where they are few."""
     free = replace(question, pins=replace(question.pins, **{name: None}))
-    known = degrees(free)
+    known = playable(free)
     if name == "tp" and question.pins.tp not in legal_tp(free):
         return (
             f"must deal out whole heads on {question.cluster.num_devices} devices; possible: {_listed(legal_tp(free))}"

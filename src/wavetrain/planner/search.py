@@ -45,8 +45,8 @@ from wavetrain.planner.space import (
     Options,
     Order,
     degrees,
+    end_groups,
     legal_sequences,
-    node_group,
     num_options,
     options,
     orders,
@@ -174,12 +174,18 @@ class Answer:
         """No plan of the space is better by more than this share."""
         if not self.found:
             return 1.0
-        gap = 1 - self.lower / self.found[0].cost
+        cost = self.found[0].cost
+        gap = 1 - self.lower / cost if cost else 0.0  # nothing is cheaper than what is free
         return gap if gap > 1 - TIE else 0.0
 
 
 def search(
-    question: Question, *, time_limit_s: float | None = None, below: float = float("inf"), watch: Watch = to_log
+    question: Question,
+    *,
+    time_limit_s: float | None = None,
+    below: float = float("inf"),
+    watch: Watch = to_log,
+    interruptible: bool = True,
 ) -> Answer:
     """The best plan of the space; plans that cost no less than `below` are of no interest."""
     started = time.perf_counter()
@@ -202,6 +208,8 @@ def search(
         state.drain()
         state.mix()
     except KeyboardInterrupt:
+        if not interruptible:  # who asks would take an answer for final
+            raise
         state.lower = min(state.lower, float(bounds.min(initial=np.inf)))  # what is proven of what was found so far
     state.try_customs()
     return state.answer(space_size(question, known), time.perf_counter() - started)
@@ -476,12 +484,6 @@ def num_mixtures(question: Question, known: Degrees) -> int:
         ways = len(end_groups(question, Layout(global_batch=1, tp=tp, cp=cp, dp=dp)))
         total += 2 * ways * len(legal_sequences(tp, cp, question.seq_len, question.pins))
     return total
-
-
-def end_groups(question: Question, layout: Layout) -> list[int]:
-    """Groups that embedding and head may be cut over: none, the node's, all replicas."""
-    node = node_group(question.cluster.node.num_devices, layout.tp, layout.cp, layout.dp)
-    return sorted({1, node, layout.dp})
 
 
 @lru_cache(maxsize=100_000)

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from wavetrain.model.limits import divisors
 from wavetrain.model.operator import Attention, Experts
+from wavetrain.plan.layout import Layout
 from wavetrain.planner.question import KINDS, Pins, Question
 from wavetrain.schedule.schedules import SCHEDULES
 from wavetrain.sim.estimate import SCHEDULE_KINDS
 from wavetrain.sim.predict import GREEDY
+from wavetrain.sim.sweep import distinct
 
 Numbers = NDArray[np.intp]
 Flags = NDArray[np.bool_]
@@ -224,6 +226,12 @@ def node_group(node: int, tp: int, cp: int, dp: int) -> int:
     return max(group for group in divisors(dp) if group <= most)
 
 
+def end_groups(question: Question, layout: Layout) -> list[int]:
+    """Groups that embedding and head may be cut over: none, the node's, all replicas."""
+    node = node_group(question.cluster.node.num_devices, layout.tp, layout.cp, layout.dp)
+    return sorted({1, node, layout.dp})
+
+
 def _is_wanted(key: _Key, sharding: tuple[int, int, int], only: tuple[str, ...]) -> bool:
     """Whether some family has such a plan; what a schedule decides is looked at later."""
     if not only:
@@ -310,3 +318,13 @@ def _is_legal(order: Order, pp: int, microbatches: int, blocks: int, pins: Pins)
     fits = order.per_rank <= MOST_PER_RANK and stages <= blocks + 2
     played = cells <= (MOST_DRAWN_CELLS if order.name in GREEDY else MOST_PLAYED_CELLS)
     return fits and played and pins.waves in (None, order.waves) and pins.chunks in (None, order.chunks)
+
+
+def playable(question: Question) -> Degrees:
+    """Degrees for which some option and some schedule are legal, whatever they need."""
+    known = degrees(question)
+    every = options(question, known)
+    own, blocks = known.take(every.row), question.model.num_blocks
+    shapes, shape = distinct(own.pp, own.microbatches, waves_only(question, known, every))
+    found = [bool(orders(pp, m, blocks, question.pins, waves=bool(waves))) for pp, m, waves in shapes.tolist()]
+    return known.take(np.unique(every.row[np.array(found, dtype=bool)[shape]]))

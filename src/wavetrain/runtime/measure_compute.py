@@ -31,6 +31,7 @@ LEAST_COPY_S = 0.05  # ranks of a host share its memory: the least of so many co
 PASSES, QUICK_PASSES = 5, 3
 PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
 MOST_NARROW = 128 * 128  # inputs of a product in 16 bits: some processors take a hundred times as long as in 32
+WIDE_PRODUCTS = ((1024, 1024), (2048, 2048), (4096, 4096))  # what matrix units need to show their rate
 STREAMS = ((64, 64), (64, 256), (256, 256), (256, 512), (1024, 512))  # rows, width
 HEADS = ((1, 4, 64, 32), (2, 4, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64))  # batch, heads, length, head_dim
 LOOKUPS = ((128, 64), (512, 128), (1024, 256), (1024, 512))  # rows, width
@@ -62,11 +63,13 @@ class Case:
 
 def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> list[Sample]:
     """Time all cases on this rank's device."""
+    if device == "cuda":
+        torch.cuda.set_device(world.local_rank)  # else all ranks of a host share its first
     settle()
     found: dict[Case, list[float]] = {}
     with torch.device(device):
-        cases = [case for dtype in FORMATS for case in _cases(dtype, quick=quick)]
-        cases += [*_copies(quick=quick), *_optimizers(quick=quick), *_models(quick=quick)]
+        cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
+        cases += [*_copies(quick=quick), *_optimizers(quick=quick), *_models(device=device, quick=quick)]
     passes = QUICK_PASSES if quick else PASSES
     for number in range(passes + 1):  # the first warms up
         for at, case in enumerate(cases):
@@ -107,10 +110,9 @@ def _wait(device: str) -> None:
 # --- what is timed ---
 
 
-def _cases(dtype: str, *, quick: bool) -> Iterator[Case]:
-    for rows, width in ((64, 128), (256, 256)) if quick else PRODUCTS:
-        if dtype == "fp32" or rows * width <= MOST_NARROW:
-            yield from _products(rows, width, dtype)
+def _cases(dtype: str, *, device: str, quick: bool) -> Iterator[Case]:
+    for rows, width in product_sizes(dtype, device=device, quick=quick):
+        yield from _products(rows, width, dtype)
     for rows, width in ((64, 64), (256, 256)) if quick else STREAMS:
         yield from _streams(rows, width, dtype)
     for batch, heads, length, dim in ((1, 4, 64, 32), (1, 4, 256, 64)) if quick else HEADS:
@@ -119,6 +121,16 @@ def _cases(dtype: str, *, quick: bool) -> Iterator[Case]:
         yield from _lookup(rows, width, dtype)
     for rows, vocab in ((128, 512), (256, 4096)) if quick else LOGITS:
         yield from _logits(rows, vocab, dtype)
+
+
+def product_sizes(dtype: str, *, device: str, quick: bool) -> list[tuple[int, int]]:
+    """Rows and width of the products that are timed in a format."""
+    sizes = [(64, 128), (256, 256)] if quick else list(PRODUCTS)
+    if dtype == "fp32":
+        return sizes
+    if device == "cuda":
+        return sizes + list(WIDE_PRODUCTS[:2] if quick else WIDE_PRODUCTS)
+    return [(rows, width) for rows, width in sizes if rows * width <= MOST_NARROW]
 
 
 def _chain(
@@ -224,11 +236,11 @@ class _Looked(nn.Module):
         return self.table(tokens)  # type: ignore[no-any-return]
 
 
-def _models(*, quick: bool) -> Iterator[Case]:
+def _models(*, device: str, quick: bool) -> Iterator[Case]:
     """Small models as training runs them, where every operator meets cold caches: sizes as in `Small`."""
     for small in MODELS[:2] if quick else MODELS:
         stages = cut_into_stages(parts_of(small.model()), (small.layers,), [0])
-        materialize(stages, seed=0)
+        materialize(stages, seed=0, device=device)
         stage, tokens = stages[0], torch.randint(small.vocab, (small.batch, small.length))
         target = tokens.clone()
 

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -38,6 +39,7 @@ FRAME_S = 260e-6  # of the rate: the longest frame, so that a short message is n
 LEAST_FRAME, MOST_FRAME = 4096, 65536
 BURST_S, BURST_FRAMES = 300e-6, 1.25  # what a bucket lets through at once; timers are late by some of it
 QUEUE_S = 0.2  # that frames wait in front of it before they are dropped
+CALL_S = 20.0  # that `ip` or `tc` may take
 READ_BYTES = 65536 + 64
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -48,6 +50,7 @@ _OFFLOADS = 0x01 | 0x02  # checksums, and TCP over IPv4 in long frames
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NUMBERS = itertools.count()
+_OURS = re.compile(r"wt(\d+)n\d+h(?:ub|\d+)")  # of a process
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ def network(num_hosts: int, *, delay_s: float = 0.0) -> Iterator[Network]:
     hub = f"{name}hub"
     hosts = tuple(Host(f"{name}h{i}", f"192.0.2.{i + 2}", hub, f"cable{i}") for i in range(num_hosts))
     with _until_signalled(), contextlib.ExitStack() as stack:
+        _sweep()
         for one in (hub, *(host.name for host in hosts)):
             stack.callback(_remove, one)
             _ip(f"netns add {one}")
@@ -257,8 +261,17 @@ def _until_signalled() -> Iterator[None]:
 def _remove(name: str) -> None:
     for number in _ENDING if threading.current_thread() is threading.main_thread() else ():
         signal.signal(number, signal.SIG_IGN)  # it is being done
-    with contextlib.suppress(RunError):
+    with contextlib.suppress(RunError):  # the others are still to go
         _ip(f"netns del {name}")
+
+
+def _sweep() -> None:
+    """Remove what processes left that were killed; others may be doing the same."""
+    for path in Path("/run/netns").glob("wt*n*"):
+        match = _OURS.fullmatch(path.name)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            with contextlib.suppress(RunError):
+                _ip(f"netns del {path.name}")
 
 
 def _ip(words: str) -> None:
@@ -267,7 +280,9 @@ def _ip(words: str) -> None:
 
 def _call(program: str, words: str) -> None:
     try:
-        subprocess.run([program, *words.split()], check=True, capture_output=True, text=True, timeout=20)
+        subprocess.run([program, *words.split()], check=True, capture_output=True, text=True, timeout=CALL_S)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"virtual hosts: {program} {words}: no end after {CALL_S:g} s") from None
     except subprocess.CalledProcessError as error:
         reason = str(error.stderr).strip() or f"exit code {error.returncode}"
         raise RunError(f"virtual hosts: {program} {words}: {reason}") from None
@@ -279,13 +294,18 @@ def _call(program: str, words: str) -> None:
 @contextlib.contextmanager
 def _carried(hosts: Sequence[Host], delay_s: float) -> Iterator[None]:
     """A tap at both ends of every host's cable, and a process that carries frames from one to the other."""
-    ends = [(_tap(host.name, host.interface), _tap(host.hub, host.cable)) for host in hosts]
-    parent = os.getpid()
-    pid = _fork()
-    if pid == 0:
-        _carry(parent, ends, delay_s)
-    for number in itertools.chain.from_iterable(ends):
-        os.close(number)
+    with contextlib.ExitStack() as here:  # the carrier keeps them open, this process does not
+
+        def tap(namespace: str, name: str) -> int:
+            number = _tap(namespace, name)
+            here.callback(os.close, number)
+            return number
+
+        ends = [(tap(host.name, host.interface), tap(host.hub, host.cable)) for host in hosts]
+        parent = os.getpid()
+        pid = _fork()
+        if pid == 0:
+            _carry(parent, ends, delay_s)
     try:
         yield
     finally:
@@ -295,12 +315,18 @@ def _carried(hosts: Sequence[Host], delay_s: float) -> Iterator[None]:
 
 
 def _tap(namespace: str, name: str) -> int:
-    with at(namespace):
-        number = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
-        fcntl.ioctl(number, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
-        fcntl.ioctl(number, _TUNSETVNETHDRSZ, struct.pack("i", 10))
-        fcntl.ioctl(number, _TUNSETOFFLOAD, _OFFLOADS)
+    """The file of a new tap; a device that is there may still be forbidden, as in some containers."""
+    try:
+        with at(namespace), contextlib.ExitStack() as undo:
+            number = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            undo.callback(os.close, number)
+            flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+            fcntl.ioctl(number, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
+            fcntl.ioctl(number, _TUNSETVNETHDRSZ, struct.pack("i", 10))
+            fcntl.ioctl(number, _TUNSETOFFLOAD, _OFFLOADS)
+            undo.pop_all()
+    except OSError as error:
+        raise RunError(f"virtual hosts: a tap in {namespace}: {error.strerror or error}") from None
     return number
 
 

@@ -45,7 +45,7 @@ def page(found: Comparison, refitted: Refit | None = None) -> str:
         sentences=found.sentences,
         step=step_picture(found),
         terms=pairs_picture(found.terms, format_seconds, style="t-{}"),
-        memory=pairs_picture([pair for pair in memory if pair.measured], format_bytes, style="memory"),
+        memory=pairs_picture([pair for pair in memory if pair.measured is not None], format_bytes, style="memory"),
         timelines=timelines_picture(found),
         kinds=KINDS,
         term_rows=[(*term_cells(found, pair), TERMS[pair.name]) for pair in found.terms],

@@ -19,7 +19,8 @@ Json = dict[str, Any]
 
 def document(found: Comparison, paths: Mapping[str, Path], *, seconds: float) -> Json:
     """Of seconds, bytes and shares; `paths` are what was written."""
-    memory = Pair("memory", sum(p.predicted or 0.0 for p in found.memory), sum(p.measured or 0.0 for p in found.memory))
+    both = [pair for pair in found.memory if pair.measured is not None]  # no run knows what comes and goes in an action
+    memory = Pair("memory", sum(pair.predicted or 0.0 for pair in both), sum(pair.measured or 0.0 for pair in both))
     return {
         "schema": "wavetrain.demo/1",
         "step_s": _pair(found.step),

@@ -32,7 +32,7 @@ var wavetrain = (function () {
 
   // as many marks as have room, the last one among them
   function thinned(axis, width) {
-    if (!axis || !axis.tickvals) { return axis; }
+    if (!axis || !axis.tickvals || axis.tickmode === "array") { return axis; }  // names of which none may be left out
     var longest = Math.max.apply(null, axis.ticktext.map(function (text) { return text.length; }));
     var count = axis.tickvals.length, most = Math.max(2, Math.floor(width / (7 * longest + 12)));
     var step = Math.ceil(count / most);

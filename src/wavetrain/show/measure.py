@@ -26,7 +26,7 @@ def document(
             "start_s": own.start_s,
             "ramp_s": own.ramp_s,
             "shared_by": tier.sharers,
-            "error": residuals["network"][f"{tier.name} {own.kind}"],
+            "error_alone": residuals["network alone"][f"{tier.name} {own.kind}"],
         }
         for tier in cluster.tiers
         for own in tier.kinds
@@ -74,9 +74,9 @@ def card(shown: dict[str, Any]) -> RenderableType:
 
 
 def _network(rows: list[dict[str, Any]]) -> RenderableType:
-    table = grid("over", "kind", ">long ones", ">a step", ">start", ">error, median", ">worst")
+    table = grid("over", "kind", ">long ones", ">a step", ">start", ">error alone", ">worst")
     for row in rows:
-        error = row["error"]
+        error = row["error_alone"]
         times = (format_seconds(row[key]) if row[key] else "-" for key in ("latency_s", "start_s"))
         shares = f"{error['median']:.1%}", f"{error['worst']:.1%}"
         table.add_row(row["tier"], row["kind"], format_rate(row["bytes_per_s"], "B/s"), *times, *shares)

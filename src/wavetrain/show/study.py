@@ -129,7 +129,7 @@ def _rows(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for devices in sorted({record.devices for record in records}):
         record = found.get(devices)
         if record is None:
-            yield (f"{devices:,}", "nothing fits", *[""] * (len(COLUMNS) - 2))
+            yield (f"{devices:,}", _nothing(records, devices), *[""] * (len(COLUMNS) - 2))
             continue
         yield (
             f"{devices:,}",
@@ -145,8 +145,14 @@ def _rows(records: Sequence[Record]) -> Iterator[tuple[str, ...]]:
         )
 
 
+def _nothing(records: Sequence[Record], devices: int) -> str:
+    """Nothing fits, or nothing was found in time."""
+    unknown = any(record.ran_out for record in records if record.devices == devices)
+    return "no plan found" if unknown else "nothing fits"
+
+
 def _overtaking(records: Sequence[Record]) -> Iterator[Text]:
-    """From which scale on one strategy is faster than another."""
+    """From which scale on one strategy is better than another."""
     for one in crossovers(records):
         fits = "" if one.fits else ", where the other does not fit"
         words = f"{one.second} is better than {one.first} from about {one.devices:,.0f} devices on{fits}"

@@ -209,10 +209,12 @@ def memory_figures(group: Group) -> list[Figure]:
         )
     if len(largest) > 1:
         note = "The fullest rank of every strategy that fits."
-        axis = {"type": "category", "title": {"text": ""}, "showgrid": False}
-        x = [label(record.strategy, 28) for record in largest]
+        places = list(range(len(largest)))  # long names may begin alike
+        names = [label(record.strategy, 28) for record in largest]
+        marks = {"tickvals": places, "ticktext": names, "tickmode": "array"}
+        axis = {"title": {"text": ""}, "showgrid": False, "zeroline": False, **marks}
         title = f"Memory by strategy at {group.devices[-1]:,} devices"
-        made.append(_memory(group, "memory-strategies", title, note, largest, (x, axis)))
+        made.append(_memory(group, "memory-strategies", title, note, largest, (places, axis)))
     return made
 
 
@@ -228,7 +230,7 @@ def held(record: Record) -> dict[str, float]:
 
 
 def _memory(
-    group: Group, name: str, title: str, note: str, records: Sequence[Record], along: tuple[list[str], Json]
+    group: Group, name: str, title: str, note: str, records: Sequence[Record], along: tuple[Sequence[str | int], Json]
 ) -> Figure:
     x, axis = along
     parts = [held(record) for record in records]
@@ -238,7 +240,7 @@ def _memory(
         bar(
             kind,
             KIND_COLOURS.get(kind, NEUTRAL),
-            x=x,
+            x=list(x),
             y=[finite(p.get(kind, 0.0) / GIB) for p in parts],
             hovertemplate=hover,
         )

@@ -13,8 +13,6 @@ from wavetrain.study.scaling.record import Record
 from wavetrain.study.scaling.returns import Series, Setting, best, series, setting_of
 from wavetrain.study.scaling.spec import Study
 
-BETTER = {"energy": "tokens_per_joule"}  # by objective; at one scale all cost the same per hour, so cost is speed
-
 
 @dataclass(frozen=True)
 class Group:
@@ -47,7 +45,7 @@ class Group:
     def best(self) -> tuple[Record, ...]:
         """The best of all strategies at every scale at which any fits, by the objective; the first named of equals."""
         ordered = sorted(self.records, key=lambda record: self.strategies.index(record.strategy))
-        return best(ordered, quantity=BETTER.get(self.setting.objective, "tokens_per_s"))
+        return best(ordered)
 
     @cached_property
     def series(self) -> tuple[Series, ...]:

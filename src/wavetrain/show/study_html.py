@@ -29,6 +29,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "bubble": lambda r: percent(r.bubble_share),
     "memory": lambda r: sized(r.needed_bytes),
     "W/device": lambda r: said(r.power_w_per_device, spec=".0f"),
+    "kW": lambda r: said(None if r.power_w is None else r.power_w / 1e3, spec=",.4g"),
     "tokens/J": lambda r: said(r.tokens_per_joule, spec=".3g"),
     "$/M tokens": lambda r: money(r.usd_per_million_tokens),
     "goodput": lambda r: percent(r.goodput_share),
@@ -183,8 +184,12 @@ def _row(record: Record, columns: Sequence[str]) -> dict[str, Any]:
         "strategy": clean(record.strategy, 60),
         "fits": record.fits,
         "cells": [COLUMNS[name](record) for name in columns] if record.fits else [],
-        "plan": clean(record.plan, 400) if record.fits else f"does not fit: {clean(record.why, 400)}",
+        "plan": clean(record.plan, 400) if record.fits else f"{_unfit(record)}{clean(record.why, 400)}",
     }
+
+
+def _unfit(record: Record) -> str:
+    return "" if record.ran_out else "does not fit: "
 
 
 def _facts(study: Study, records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from wavetrain.show.study_bars import ink_on
 from wavetrain.show.study_groups import Group
 from wavetrain.show.study_lines import NEUTRAL, Figure, Json
 from wavetrain.study.scaling.record import Record
+from wavetrain.study.scaling.returns import quantity_of
 from wavetrain.study.scaling.spec import Study
 
 SHADES = ("#F1F4F8", "#E2EAF3", "#CFDDEC", "#B8CFE4", "#9CBEDA", "#7CA9CF", "#5C93C1", "#3F7CB2", "#23659F", "#0B4A86")
@@ -18,7 +19,7 @@ BEST = 0.9995  # of the best: the same
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a map: a record, if it was computed, and its throughput as a share of the best beside it."""
+    """One place of a map: a record, if it was computed, and how near it comes to the best beside it."""
 
     record: Record | None
     share: float | None = None
@@ -77,26 +78,36 @@ def maps(study: Study, group: Group) -> tuple[Map, ...]:
 
 
 def strategy_map(group: Group) -> Map:
-    best = {record.devices: record.tokens_per_s for record in group.best}
+    best = {record.devices: _value(group, record) for record in group.best}
     return Map(
         name="strategies",
         title="Strategies by scale",
-        note="Throughput as percent of the best strategy at that scale. Hatched: does not fit. "
+        note=f"{_quantity_words(group)} as percent of the best strategy at that scale. Hatched: does not fit. "
         "Press a cell to see the plan, or why there is none.",
         group=group.number,
         corner="strategy",
         row_names=tuple(clean(name, 60) for name in group.strategies),
         column_names=tuple(f"{devices:,}" for devices in group.devices),
         cells=tuple(
-            tuple(_cell(group.at(name, devices), best.get(devices)) for devices in group.devices)
+            tuple(_cell(group, group.at(name, devices), best.get(devices)) for devices in group.devices)
             for name in group.strategies
         ),
     )
 
 
-def _cell(record: Record | None, best: float | None) -> Cell:
-    speed = record.tokens_per_s if record is not None and record.fits else None
-    return Cell(record, speed / best if speed is not None and best else None)
+def _quantity_words(group: Group) -> str:
+    return "Tokens per joule" if quantity_of(group.setting) == "tokens_per_joule" else "Throughput"
+
+
+def _value(group: Group, record: Record | None) -> float | None:
+    """What the objective wants most of; None where nothing fits."""
+    value: float | None = getattr(record, quantity_of(group.setting)) if record is not None and record.fits else None
+    return value
+
+
+def _cell(group: Group, record: Record | None, best: float | None) -> Cell:
+    value = _value(group, record)
+    return Cell(record, value / best if value is not None and best else None)
 
 
 def degrees_map(study: Study, group: Group) -> Map | None:
@@ -110,17 +121,17 @@ def degrees_map(study: Study, group: Group) -> Map | None:
     rows, columns = (tuple(sorted({place[i] for place in places})) for i in (0, 1))
     if min(len(rows), len(columns)) < 2 or 2 * len(places) < len(rows) * len(columns):
         return None  # a list, or a few cells far apart
-    fastest = {place: max(found, key=lambda r: r.tokens_per_s or 0.0) for place, found in places.items()}
-    best = max(record.tokens_per_s or 0.0 for record in fastest.values())
+    most = {place: max(found, key=lambda r: _value(group, r) or 0.0) for place, found in places.items()}
+    best = max(_value(group, record) or 0.0 for record in most.values())
     return Map(
         name="degrees",
         title=f"Tensor and pipeline degrees at {devices:,} devices",
-        note="Throughput as percent of the best of these, the rest of each plan as the search chose it.",
+        note=f"{_quantity_words(group)} as percent of the best of these, the rest of each plan as the search chose it.",
         group=group.number,
         corner="TP \\ PP",
         row_names=tuple(f"TP {tp}" for tp in rows),
         column_names=tuple(f"PP {pp}" for pp in columns),
-        cells=tuple(tuple(_cell(fastest.get((tp, pp)), best) for pp in columns) for tp in rows),
+        cells=tuple(tuple(_cell(group, most.get((tp, pp)), best) for pp in columns) for tp in rows),
     )
 
 

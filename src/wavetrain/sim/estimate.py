@@ -312,15 +312,15 @@ def message_bytes(batch: Batch) -> Floats:
 def hop_seconds(batch: Batch) -> Floats:
     """One message to the next rank over each tier, innermost first (rows), where that is the nearest they share.
 
-    Where a domain holds several stages, only the devices of the one at its border send beyond it.
+    Where a domain holds several stages, only the devices of the one at its border send beyond it. A domain between
+    two others has two borders, but a stage's forwards and backwards take turns, and so do their messages.
     """
     stride, size = batch.stage_stride, message_bytes(batch)
     rows, beneath = [], np.ones_like(stride)
     for tier in batch.tiers:
         apart = np.maximum(stride, beneath)
         reached = (batch.pp > 1) & (2 * apart <= tier.size)
-        borders = np.where(batch.pp * stride > 2 * beneath, 2.0, 1.0)  # of a domain between others
-        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0), together=borders * stride)
+        span = Span(np.where(reached, 2.0, 1.0), np.where(reached, apart, 1.0), together=stride)
         rows.append(np.asarray(seconds(Collective.SEND, size, span, batch.tiers)))
         beneath = np.full_like(stride, tier.size)
     return np.stack(rows) if rows else np.zeros((1, len(stride)))

@@ -39,6 +39,8 @@ STANDS_FOR = {
     Traffic.OTHER: "activation",
 }
 LEAST_BYTES = 0.01  # per element: a law's constant is above 0
+TRAINED = "fp32"  # what whole models and the runtime compute in: constants that all formats share are exact for it
+LEAST_SHARE, MOST_INNER_HALF = 0.001, 1e6  # what a cluster file takes
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,15 @@ def calibrate_compute(
     formats = sorted({sample.dtype for sample in samples if sample.what.startswith("gemm")})
     products = {dtype: product_law(samples, dtype) for dtype in formats}
     rates = {dtype: law.rate for dtype, law in products.items()}
-    main = max(rates, key=lambda dtype: rates[dtype])
     memory_rate = _memory_rate(samples)
     streams = {
-        (what, phase): line(*_of(samples, f"{what}-{phase}", main, _elements))
+        (what, phase): line(*_of(samples, f"{what}-{phase}", TRAINED, _elements))
         for what in sorted(set(STANDS_FOR.values()))
         for phase in PHASES
     }
-    attention = [line(*_of(samples, f"attention-{phase}", main, _attention_flops)) for phase in PHASES]
+    attention = [line(*_of(samples, f"attention-{phase}", TRAINED, _attention_flops)) for phase in PHASES]
     optimizer = optimizer_seconds(samples)
-    share = 1 / (attention[0].per_unit_s * rates[main])
+    share = _share(attention[0].per_unit_s, rates[TRAINED])
     device = replace(
         like,
         name=name,
@@ -113,8 +114,8 @@ def calibrate_compute(
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
         fp8_efficiency=None,
-        inner_half=products[main].inner_half,
-        vector_inner_half=products[main].inner_half,
+        inner_half=products.get("bf16", products[TRAINED]).inner_half,
+        vector_inner_half=products[TRAINED].inner_half,
         tile=1,
         attention=AttentionRates(share, share, share, share),
     )
@@ -123,13 +124,18 @@ def calibrate_compute(
         forward_bytes=_bytes(streams, "forward", memory_rate),
         backward_bytes=_bytes(streams, "backward", memory_rate),
         eager_factor=1.0,
-        attention_backward=attention[1].per_unit_s / attention[0].per_unit_s,
-        accumulation=line(*_of(samples, "accumulate", "fp32", lambda sizes: sizes[0])).per_unit_s * memory_rate / 4,
+        attention_backward=attention[1].per_unit_s * share * rates[TRAINED],
+        accumulation=line(*_of(samples, "accumulate", TRAINED, lambda sizes: sizes[0])).per_unit_s * memory_rate / 4,
         optimizer_bytes=optimizer[0] * memory_rate,
         tensor_step_s=optimizer[1],
     )
-    residuals = dict(_residuals(products[main], streams, attention))
+    residuals = dict(_residuals(products[TRAINED], streams, attention))
     return in_whole_models(Calibrated(device, laws, residuals), samples)
+
+
+def _share(per_flop_s: float, rate: float) -> float:
+    """Attention over products, as far as a cluster file can say it."""
+    return min(1.0, max(LEAST_SHARE, 1 / (per_flop_s * rate))) if per_flop_s > 0 else 1.0
 
 
 def _memory_rate(samples: Sequence[Sample]) -> float:
@@ -182,7 +188,7 @@ def small_seconds(small: Small, device: Device, laws: Laws) -> tuple[float, floa
     """What the laws say of a small model's forward and backward on one device."""
     cluster = Cluster("one", (Group(Node("one", "one", device, 1, 0.0, ()), 1),), own_laws=laws)
     asked = Request(
-        model=small.model(), cluster=cluster, global_batch=small.batch, microbatch=small.batch, precision="fp32"
+        model=small.model(), cluster=cluster, global_batch=small.batch, microbatch=small.batch, precision=TRAINED
     )
     _, times = to_run(plan_of(asked))
     return times[0].f, times[0].i + times[0].w
@@ -202,7 +208,10 @@ def product_law(samples: Sequence[Sample], dtype: str) -> Products:
             rows.append((1 + learns, 2 * volume * (1 + learns), 2 * (result + weights * learns), sample.seconds))
     kernels, flops, results, seconds = np.array(rows, dtype=np.float64).T
     (_, per_flop_s, per_result_s), errors = fitted([kernels, flops, results], seconds)
-    return Products(1 / float(per_flop_s), float(per_result_s / per_flop_s), errors)
+    per_flop_s = max(float(per_flop_s), float(per_result_s) / MOST_INNER_HALF)
+    if per_flop_s <= 0:  # noise hid what products take: none is faster than the fastest that was timed
+        per_flop_s = float(np.min(seconds / flops))
+    return Products(1 / per_flop_s, float(per_result_s) / per_flop_s, errors)
 
 
 def optimizer_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

@@ -28,6 +28,7 @@ DIGITS = 4
 LONGEST_RAMP = 0.2  # of the longest sample: beyond, it can't be told from a lower rate
 OUTLIER = 0.15  # a relative error from which on it counts less than its square
 PAYS = 0.85  # a further constant must shrink the error to this share
+LEAST_EFFICIENCY, MOST_EFFICIENCY, MOST_PAIR_LOSS = 0.001, 100.0, 100.0  # what a cluster file takes
 MATTERS = 0.01  # of a sample's time: a constant that adds less to all of them is none
 START_COUNTS = 0.5  # of a further constant: where a start and a latency explain as much, it is the latency
 PAIR_COUNTS = 2.0  # of further constants: a loss in pairs is the rarest of all
@@ -116,8 +117,12 @@ def _with(blank: Tier, found: dict[Collective, Constants]) -> Tier:
 
 def _achieved(kind: Collective, found: Constants, rate: float) -> Achieved:
     latency_s, start_s, ramp_s = (shifted(_rounded(time * 1e6), -6) for time in _times(found))
-    efficiency = 1.0 if kind is KINDS[0] else min(100.0, max(0.001, _rounded(1 / found.byte_s / rate)))
-    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s, _rounded(found.pair_loss))
+    efficiency = 1.0 if kind is KINDS[0] else _within(_rounded(1 / found.byte_s / rate))
+    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s, min(MOST_PAIR_LOSS, _rounded(found.pair_loss)))
+
+
+def _within(efficiency: float) -> float:
+    return min(MOST_EFFICIENCY, max(LEAST_EFFICIENCY, efficiency))
 
 
 def _times(found: Constants | Achieved) -> tuple[float, float, float]:

@@ -22,6 +22,7 @@ from wavetrain.runtime.samples import (
     step_case,
 )
 from wavetrain.sim.predict import simulate
+from wavetrain.study.calibrate_network import LEAST_EFFICIENCY
 
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
 REDUCED = ("all_reduce",)
@@ -98,7 +99,11 @@ def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
 
 def _slower(alone: Cluster, kinds: Sequence[str]) -> Change:
     """Some kinds of collectives take so many times longer than alone, beyond once."""
-    return _achieved(alone, kinds, lambda own, first, value: replace(own, efficiency=first.efficiency / (1 + value)))
+
+    def slower(own: Achieved, first: Achieved, value: float) -> Achieved:
+        return replace(own, efficiency=max(LEAST_EFFICIENCY, first.efficiency / (1 + value)))
+
+    return _achieved(alone, kinds, slower)
 
 
 def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, Achieved, float], Achieved]) -> Change:

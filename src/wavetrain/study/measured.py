@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +113,7 @@ class _Reader:
 
     def number(self, value: object, key: str, *, least: float = 0.0, most: float = 1e30) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most:  # type: ignore[arg-type, operator]
+        if not is_number or not least <= value <= most:  # type: ignore[operator]  # NaN is not; any int can be compared
             raise self.wrong(key, f"must be a number from {least:g} to {most:g}")
         return float(value)  # type: ignore[arg-type]
 
@@ -164,7 +163,8 @@ def _environment(path: Path) -> dict[str, str]:
     packages = found.pop("packages", {})
     rows = {key: value for key, value in found.items() if key != "schema" and isinstance(value, str | int | float)}
     if isinstance(packages, dict):
-        rows["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
+        known = {name: version for name, version in packages.items() if isinstance(version, str)}
+        rows["packages"] = ", ".join(f"{name} {version}" for name, version in known.items())
     if isinstance(found.get("accelerators"), list):
-        rows["accelerators"] = ", ".join(map(str, found["accelerators"])) or "none"
+        rows["accelerators"] = ", ".join(name for name in found["accelerators"] if isinstance(name, str)) or "none"
     return {str(key).replace("_", " "): str(value) for key, value in rows.items()}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from wavetrain.base.errors import InputError, Problem
+from wavetrain.base.units import format_seconds
 from wavetrain.cluster.cluster import Achieved, Cluster, Device, Group, Network, Node, Rates, Tier, achieved
 from wavetrain.cluster.laws import Laws
 from wavetrain.plan.plan import Plan
@@ -27,7 +28,7 @@ SCALED = {  # a term -> the kinds of collectives that make it up
 SENT = tuple(dict.fromkeys(kind for kinds in SCALED.values() for kind in kinds))
 FITTED = ("compute", "sharding", "tensor", "reduction", "transfer", "optimizer", "host")
 COMPUTE_LAWS = ("gap_s", "launch_s", "tensor_host_s", "recompute_host_s")  # of the host's share in compute
-HOST_LAWS = ("step_s", "tensor_step_s")
+OPTIMIZER_LAWS = ("optimizer_bytes", "tensor_step_s")
 ROUNDS, TRIES = 6, 12
 AGREED = 1e-3  # of a term
 MOST_FACTOR = 1e6
@@ -60,13 +61,14 @@ class Factors:
 
     terms: Mapping[str, float] = field(default_factory=dict)
     reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # kind -> tiers that the plan sends it over
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SCALED)
 
     def of(self, term: str) -> float:
         return self.terms.get(term, 1.0)
 
     def of_kind(self, kind: str, tier: str) -> float:
         """Of one collective; two terms never stretch the same one."""
-        own = (self.of(term) for term, kinds in SCALED.items() if kind in kinds)
+        own = (self.of(term) for term, kinds in self.kinds.items() if kind in kinds)
         return math.prod(own) if tier in self.reached.get(kind, ()) else 1.0
 
 
@@ -77,20 +79,31 @@ def refit(plan: Plan, comparison: Comparison) -> Refit:
         raise InputError(Problem(where="--refit", key="cluster", value=plan.cluster.name, rule=rule))
     wanted = {pair.name: pair.measured or 0.0 for pair in comparison.terms}
     known = merged(simulate(plan).breakdown)
-    fitted, left = _chosen(wanted, known)
-    factors = Factors({}, _reached(plan, fitted))
+    kinds = kinds_of(plan)
+    fitted, left = _chosen(wanted, known, kinds)
+    factors = Factors({}, _reached(plan, fitted, kinds), kinds)
     for _ in range(ROUNDS):
         for term in fitted:
             factors = _solved(plan, factors, term, wanted[term])
         now = _terms(plan, factors)
-        if all(abs(now.get(term, 0.0) - wanted[term]) <= AGREED * wanted[term] for term in fitted):
+        off = [term for term in fitted if abs(now.get(term, 0.0) - wanted[term]) > AGREED * wanted[term]]
+        if not off:
             break
     cluster = scaled(plan.cluster, factors)
     found, made = tuple(changes(plan.cluster, cluster)), _stated(cluster)
+    ended = {term: format_seconds(now.get(term, 0.0)) for term in off}
+    left += tuple(f"{term}: {here} in the end, not {format_seconds(wanted[term])}" for term, here in ended.items())
     return Refit(made, found, left, simulate(replace(plan, cluster=made)))
 
 
-def _chosen(wanted: Mapping[str, float], known: Mapping[str, float]) -> tuple[list[str], tuple[str, ...]]:
+def kinds_of(plan: Plan) -> Mapping[str, tuple[str, ...]]:
+    """The kinds of collectives that make up each term of a plan: who cuts the states scatters the sums."""
+    return SCALED | {"reduction": ("reduce_scatter",)} if plan.layout.shard_optimizer else SCALED
+
+
+def _chosen(
+    wanted: Mapping[str, float], known: Mapping[str, float], kinds: Mapping[str, tuple[str, ...]]
+) -> tuple[list[str], tuple[str, ...]]:
     """The terms that are fitted, and why others are not."""
     fitted, left = list[str](), list[str]()
     for term in dict.fromkeys([*FITTED, *wanted, *known]):
@@ -105,10 +118,15 @@ def _chosen(wanted: Mapping[str, float], known: Mapping[str, float]) -> tuple[li
             left.append(f"{term}: nothing of it was measured")
         else:
             fitted.append(term)
-    if "tensor" in fitted and "reduction" in fitted:  # both are all-reduces: the longer one decides
-        shorter, longer = sorted(("tensor", "reduction"), key=lambda term: wanted[term])
-        fitted.remove(shorter)
-        left.append(f"{shorter}: its all-reduces are those of {longer}, which takes longer")
+    owners: dict[str, str] = {}  # where two terms have the same kind of collective, the longer one decides
+    for term in sorted(fitted, key=lambda term: -wanted[term]):
+        taken = [kind for kind in kinds.get(term, ()) if kind in owners]
+        if taken:
+            fitted.remove(term)
+            kind, longer = taken[0].replace("_", "-"), owners[taken[0]]
+            left.append(f"{term}: its {kind}s are those of {longer}, which takes longer")
+        else:
+            owners |= dict.fromkeys(kinds.get(term, ()), term)
     return fitted, tuple(left)
 
 
@@ -144,14 +162,14 @@ def _solved(plan: Plan, factors: Factors, term: str, wanted: float) -> Factors:
     return at(here)
 
 
-def _reached(plan: Plan, fitted: list[str]) -> dict[str, frozenset[str]]:
+def _reached(plan: Plan, fitted: list[str], kinds: Mapping[str, tuple[str, ...]]) -> dict[str, frozenset[str]]:
     """The tiers that each kind of collective goes over in a plan: those that change its step when stretched."""
     node = plan.cluster.node
     names = [tier.name for tier in node.tiers] + ([node.network.name] if node.network else [])
     usual_s, found = simulate(plan).step_s, {}
-    pairs = [(kind, term) for term in fitted for kind in SCALED.get(term, ())]
+    pairs = [(kind, term) for term in fitted for kind in kinds.get(term, ())]
     for kind, term in pairs:
-        slower = (scaled(plan.cluster, Factors({term: 2.0}, {kind: frozenset((name,))})) for name in names)
+        slower = (scaled(plan.cluster, Factors({term: 2.0}, {kind: frozenset((name,))}, kinds)) for name in names)
         wires = (replace(cluster, own_laws=plan.cluster.laws) for cluster in slower)  # not what hosts take
         steps = [simulate(replace(plan, cluster=cluster)).step_s for cluster in wires]
         found[kind] = frozenset(name for name, step_s in zip(names, steps, strict=True) if step_s != usual_s)
@@ -172,8 +190,8 @@ def scaled(cluster: Cluster, factors: Factors) -> Cluster:
     )
     slower = {name: getattr(laws, name) * factors.of("compute") for name in COMPUTE_LAWS}
     slower["message_s"] = laws.message_s * factors.of("transfer")
-    slower["optimizer_bytes"] = laws.optimizer_bytes * factors.of("optimizer")
-    slower |= {name: getattr(laws, name) * factors.of("host") for name in HOST_LAWS}
+    slower |= {name: getattr(laws, name) * factors.of("optimizer") for name in OPTIMIZER_LAWS}
+    slower["step_s"] = laws.step_s * factors.of("host")
     groups = tuple(Group(own, group.count) for group in cluster.groups)
     return replace(cluster, groups=groups, own_laws=replace(laws, **slower))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +20,8 @@ from wavetrain.base.units import EXACT
 from wavetrain.timeline.timeline import Counter, Event, Timeline
 
 _MICRO = 6  # decimal places between seconds and microseconds
+# What a file that is none of ours ends in: other keys and types, numbers beyond all bounds, no end, no end of depth.
+_BROKEN = (KeyError, TypeError, ValueError, ArithmeticError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def write_chrome(timeline: Timeline, path: Path) -> None:
@@ -60,18 +63,18 @@ def _seconds(micro: Decimal | int) -> float:
 def read_chrome(path: Path) -> Timeline:
     """Read a timeline that `write_chrome` wrote."""
     data = path.read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
     try:
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
         items: list[dict[str, Any]] = json.loads(data, parse_float=Decimal)["traceEvents"]
         events = tuple(_event(item) for item in items if item["ph"] == "X")
         counters = tuple(
-            Counter(_seconds(item["ts"]), item["pid"], item["name"], float(item["args"]["value"]))
+            Counter(_seconds(item["ts"]), _rank(item), _text(item, "name"), float(item["args"]["value"]))
             for item in items
             if item["ph"] == "C"
         )
         return Timeline(events, counters)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except _BROKEN as error:
         rule = f"not a trace that Wavetrain wrote: {type(error).__name__} {error}"
         raise InputError(Problem(where=str(path), rule=rule)) from None
 
@@ -79,4 +82,18 @@ def read_chrome(path: Path) -> Timeline:
 def _event(item: dict[str, Any]) -> Event:
     start = Decimal(item["ts"])
     end = EXACT.add(start, Decimal(item["dur"]))
-    return Event(_seconds(start), _seconds(end), item["pid"], item["cat"], item["name"])
+    return Event(_seconds(start), _seconds(end), _rank(item), _text(item, "cat"), _text(item, "name"))
+
+
+def _rank(item: dict[str, Any]) -> int:
+    rank = item["pid"]
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError("pid must be a whole number")
+    return rank
+
+
+def _text(item: dict[str, Any], key: str) -> str:
+    text = item[key]
+    if not isinstance(text, str):
+        raise TypeError(f"{key} must be text")
+    return text

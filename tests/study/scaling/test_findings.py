@@ -162,6 +162,9 @@ def test_what_does_not_fit():
     many = [record(2**power) for power in range(10)]
     assert "1, 2, 4, 8, 16, 32 and 4 further numbers of devices" in said(many)[0]
     assert not about(records(HALF), "fits")
+    late = record(8, why="no plan was found in 60 s; more time with time_limit_s")
+    assert said([late]) == ("fsdp: time ran out before a plan was found on 8 devices.",)
+    assert said([late, record(16)])[0] == "fsdp: nothing fits on 16 devices."
 
 
 # --- of several ---

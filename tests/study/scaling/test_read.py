@@ -154,10 +154,46 @@ speed: 3
         ("batch: {per_device: 2}", "batch: {per_device: 2}\nstrategies: [fsdp, fsdp]", "called fsdp"),
         ("batch: {per_device: 2}", "batch: {per_device: 2}\nprecision: fp5", "possible: bf16"),
         ("batch: {per_device: 2}\n", "", "missing"),
+        ("study: plain", "study: a/b", "plain name"),
+        ("study: plain", "study: ..", "plain name"),
+        ("study: plain", "study: 'a\\b'", "plain name"),
     ],
 )
 def test_what_is_wrong_is_said(old, new, word):
     assert word in "\n".join(map(str, problems_of(PLAIN.replace(old, new))))
+
+
+def test_every_model_takes_every_length():
+    text = PLAIN.replace("model: llama2-7b", "model: [llama2-7b, gpt3-125m, gpt3-1.3b]\nseq_len:\n  - 2048\n  - 4096")
+    found = problems_of(text.replace("study: plain", "study: a/b"))
+    assert [(problem.where, problem.key) for problem in found] == [
+        ("study.yaml:2", "study"),
+        ("study.yaml:6", "seq_len"),
+        ("study.yaml:6", "seq_len"),
+    ]
+    assert found[1].rule.startswith("gpt3-125m: must be a whole number from 1 to 2,048")
+
+
+def test_a_grid_has_its_name_and_is_mixed_as_said():
+    found = study_of(f"{PLAIN}strategies:\n  - {{name: mine, mixed: true, grid: {{tp: [1, 2], pp: [1]}}}}\n").strategies
+    assert [(one.name, one.mixed) for one in found] == [("mine, tp 1, pp 1", True), ("mine, tp 2, pp 1", True)]
+
+
+@pytest.mark.parametrize(
+    "beside", ["only: [fsdp]", "shard: dp", "keep: true", "recompute: full", "shard_optimizer: true", "pp: 2"]
+)
+def test_operators_are_not_chosen_one_by_one_beside_what_holds_for_all(beside):
+    (problem,) = problems_of(f"{PLAIN}strategies:\n  - {{mixed: true, {beside}}}\n")
+    assert (problem.where, problem.key) == ("study.yaml:8", "strategies[0].mixed")
+    assert f"means nothing beside {beside.partition(':')[0]}" in problem.rule
+    assert study_of(f"{PLAIN}strategies:\n  - {{mixed: false, {beside}}}\n")
+
+
+@pytest.mark.parametrize("key", ["\u00b2", "9" * 5000, "0", "many", "\u0663"])
+def test_published_points_are_at_numbers_of_devices(key):
+    text = f"{PLAIN}published:\n  - name: a\n    source: b\n    quantity: mfu\n    points:\n"
+    (problem,) = problems_of(f"{text}      ? '{key}'\n      : 0.5\n")
+    assert problem.rule == "must be a number of devices"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from wavetrain.base.document import parse_yaml
-from wavetrain.base.errors import InputError
+from wavetrain.base.errors import InputError, RunError
 from wavetrain.plan import read_plan
 from wavetrain.sim.predict import simulate
 from wavetrain.study.scaling import run as run_module
@@ -18,7 +19,8 @@ from wavetrain.study.scaling.points import cluster_of, key_of, points, question_
 from wavetrain.study.scaling.read import read_study
 from wavetrain.study.scaling.record import Record, flat, record_of
 from wavetrain.study.scaling.run import run_study
-from wavetrain.study.scaling.store import LINES
+from wavetrain.study.scaling.solve import Solved
+from wavetrain.study.scaling.store import LINES, opened
 
 TEXT = """
 study: small
@@ -179,3 +181,105 @@ def test_what_if_is_planned_again(study, tmp_path):
     assert 1 < record.what_if["peak x2"] <= 2
     assert record.what_if["price /2"] == pytest.approx(2)
     assert record.what_if["memory x2"] >= 1
+
+
+# --- what must not be kept, or said ---
+
+
+def asked_of(text):
+    return read_study(parse_yaml(text, file="study.yaml"))
+
+
+def test_an_interrupted_search_is_no_answer(study, tmp_path, monkeypatch):
+    """In one process Ctrl-C comes to the search itself, which would answer with the best so far."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wavetrain.planner.search._State.drain", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(replace(study, strategies=study.strategies[:1]), tmp_path, jobs=1)
+    assert (tmp_path / LINES).read_text() == ""
+    monkeypatch.undo()
+    assert run_study(study, tmp_path).computed == 6
+
+
+def test_a_schedule_that_no_layout_has_is_blamed(tmp_path):
+    text = TEXT.replace("[4, 8, 16]", "[8]").replace("{name: too deep, pp: 64}", "{name: flat, pp: 1, schedule: wave}")
+    _, record = run_study(asked_of(text), tmp_path).records
+    assert "schedule wave: no layout has it beside the rest" in record.why
+    assert "possible: 2, " in record.why  # as pp
+    assert "bound alone" not in record.why
+
+
+def test_without_time_nothing_is_said_of_memory_and_nothing_kept(study, tmp_path):
+    hurried = replace(study, time_limit_s=0.0, strategies=study.strategies[:1], what_if=("memory x2",))
+    found = run_study(hurried, tmp_path)
+    assert {one.why for one in found.records} == {"no plan was found in 0 s; more time with time_limit_s"}
+    assert not any(one.fits for one in found.records)
+    assert (tmp_path / LINES).read_text() == ""
+    again = run_study(hurried, tmp_path)
+    assert (again.computed, again.reused) == (3, 0)
+
+
+def test_what_does_not_fit_says_which_change_would_make_it(tmp_path):
+    text = TEXT.replace("gpt3-125m", "gpt3-1.3b").replace("[4, 8, 16]", "[8]").replace("fsdp", "ddp")
+    narrow = f"{text}memory_gib: 16\nwhat_if: [peak x2, memory x2]\n"
+    small, deep = run_study(asked_of(narrow), tmp_path).records
+    assert small.why.startswith("the plan that comes nearest needs")
+    assert small.why.endswith("; fits with memory x2")
+    assert "fits with" not in deep.why
+    hopeless, _ = run_study(asked_of(narrow.replace("memory_gib: 16", "memory_gib: 4")), tmp_path).records
+    assert "fits with" not in hopeless.why
+
+
+def test_what_costs_nothing_has_no_price_to_halve(tmp_path):
+    cluster = tmp_path / "gift.yaml"
+    cluster.write_text("name: gift\nnode: {like: dgx-a100, device: {like: a100-sxm-80gb, usd_per_hour: 0}}\n")
+    text = TEXT.replace("dgx-a100", str(cluster)).replace("[4, 8, 16]", "[8]").replace(", {name: too deep, pp: 64}", "")
+    asked = asked_of(f"{text}what_if: [price /2, peak x2]\nobjective: [throughput, cost]\n")
+    found = run_study(asked, tmp_path / "out").records
+    assert [set(one.what_if) for one in found] == [{"peak x2"}] * 2
+    assert [one.gap for one in found] == [0.0, 0.0]
+
+
+def test_bytes_that_are_no_text_are_computed_again(study, done, tmp_path):
+    found, folder = done
+    (tmp_path / "plans").mkdir()
+    for record in found.records[:3]:
+        (tmp_path / record.plan_file).write_bytes((folder / record.plan_file).read_bytes())
+    (tmp_path / LINES).write_bytes(b"\xff\xfe{\n" + (folder / LINES).read_bytes())
+    assert run_study(study, tmp_path).computed == 0
+
+
+@pytest.fixture
+def full_disk():
+    """Files can't grow beyond some bytes, from when it is called."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_told_with_what_to_do(done, tmp_path, full_disk):
+    def kept():
+        with opened(tmp_path) as store:
+            full_disk()
+            store.keep(Solved("key", done[0].records[-1]))
+
+    with pytest.raises(RunError, match=r"can't be kept: .*; run again to continue"):
+        kept()
+
+
+def test_a_worker_that_is_killed_is_told_with_what_to_do(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_begin", os._exit)
+    with pytest.raises(RunError, match=r"was killed.*; run again to continue"):
+        run_study(study, tmp_path, jobs=2)
+
+
+def test_a_file_that_changes_while_a_study_runs_is_named(study, tmp_path, monkeypatch):
+    """Another process reads it again, and what it answers is another question."""
+    answer = run_module.solve
+    monkeypatch.setattr(run_module, "solve", lambda point: replace(answer(point), key="another"))
+    with pytest.raises(InputError, match=r"gpt3-125m, dgx-a100\n *changed while the study ran"):
+        run_study(study, tmp_path)
+    assert (tmp_path / LINES).read_text() == ""

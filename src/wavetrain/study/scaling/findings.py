@@ -14,7 +14,7 @@ from wavetrain.base.units import format_bytes
 from wavetrain.sim.breakdown import TERMS
 from wavetrain.study.scaling.goodput import mtbi_seconds
 from wavetrain.study.scaling.record import Record
-from wavetrain.study.scaling.returns import Knee, Series, Setting, best, crossovers, knee, marginal, series
+from wavetrain.study.scaling.returns import Knee, Series, Setting, best, crossovers, knee, marginal, quantity_of, series
 from wavetrain.study.scaling.spec import Study
 
 BINDS = 0.02  # of a step: a term that costs less does not bind
@@ -24,8 +24,7 @@ COMPUTE = "compute"
 EXPOSED = ("tensor", "context", "sharding", "transfer", "reduction", "gather")
 MOST_SETTINGS = 24  # told one by one
 MOST_SCALES = 6  # listed in a sentence
-QUANTITIES = {"energy": ("tokens_per_joule", "gives most tokens per joule")}  # by objective; all others:
-USUAL = ("tokens_per_s", "is the fastest")
+BEST = {"tokens_per_joule": "gives most tokens per joule", "tokens_per_s": "is the fastest"}  # `quantity_of` in words
 
 
 # --- what a record says of itself ---
@@ -80,8 +79,7 @@ def _sentence(head: str, text: str) -> str:
 
 
 def _setting(study: Study, lines: Sequence[Series]) -> Iterator[str]:
-    quantity, _ = QUANTITIES.get(lines[0].setting.objective, USUAL)
-    winners = best(_records(lines), quantity=quantity)
+    winners = best(_records(lines))
     last = winners[-1] if winners else None
     if len(lines) > 1:
         yield from _winners(lines, winners)
@@ -112,10 +110,14 @@ def _line(study: Study, line: Series, *, told: bool) -> Iterator[str]:
 
 
 def _missing(line: Series) -> Iterator[str]:
-    if line.missing and line.records:
-        yield f"nothing fits on {_scales(line.missing)}"
-    elif line.missing:
-        yield f"nothing fits at any scale ({_scales(line.missing)})"
+    unknown = [record for record in line.missing if record.ran_out]
+    unfit = [record for record in line.missing if not record.ran_out]
+    if unfit and (line.records or unknown):
+        yield f"nothing fits on {_scales(unfit)}"
+    elif unfit:
+        yield f"nothing fits at any scale ({_scales(unfit)})"
+    if unknown:
+        yield f"time ran out before a plan was found on {_scales(unknown)}"
 
 
 def _scales(records: Sequence[Record]) -> str:
@@ -208,11 +210,11 @@ def _winners(lines: Sequence[Series], winners: Sequence[Record]) -> Iterator[str
     """Which strategy is best where, and where the best one changes."""
     if not winners:
         return
-    quantity, words = QUANTITIES.get(lines[0].setting.objective, USUAL)
+    words = BEST[quantity_of(lines[0].setting)]
     runs = [(name, list(records)) for name, records in groupby(winners, key=lambda record: record.strategy)]
     parts = [f"{name} {words} {_span(records)}" for name, records in runs]
     yield f"{_and(parts)} {_plural(winners[-1].devices)}"
-    found = crossovers(_records(lines), quantity=quantity)
+    found = crossovers(_records(lines))
     for (name, records), (other, after) in pairwise(runs):
         before, now = records[-1].devices, after[0].devices
         for crossing in found:

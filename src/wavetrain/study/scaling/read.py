@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import cache
 from importlib import resources
 from itertools import product
@@ -17,10 +18,11 @@ from wavetrain.base.fields import Fields
 from wavetrain.base.units import GIB, GIGA, amount
 from wavetrain.cluster.cluster import Cluster
 from wavetrain.cluster.read import device_names, load_cluster
-from wavetrain.model.read import load_model
+from wavetrain.model.model import Model
+from wavetrain.model.read import load_model, with_length
 from wavetrain.plan.layout import Recompute
 from wavetrain.plan.request import SHARD_WORDS
-from wavetrain.planner.question import FAMILIES, KINDS, Objective, Pins
+from wavetrain.planner.question import FAMILIES, KINDS, OF_ALL_BLOCKS, Objective, Pins
 from wavetrain.study.scaling.record import Record
 from wavetrain.study.scaling.spec import Batch, Failures, Published, Strategy, Study
 from wavetrain.study.scaling.whatif import CHANGES
@@ -60,11 +62,12 @@ def read_study(node: Node) -> Study:
     """A study from a parsed document."""
     f = Fields(node)
     clusters = dict(_named(f, "node", load_cluster))
+    models = dict(_named(f, "model", load_model))
     kinds = dict(_named(f, "device", _device)) if f.has("device") else {None: None}
     made = Study(
-        name=f.text("study", default=Path(node.file).stem),
+        name=_name(f),
         title=f.text("title", default=""),
-        models=tuple(name for name, _ in _named(f, "model", load_model)),
+        models=tuple(models),
         seq_lens=_wholes(f, "seq_len", most=2**24) if f.has("seq_len") else (None,),
         nodes=tuple(clusters),
         device_kinds=tuple(kinds),
@@ -84,9 +87,18 @@ def read_study(node: Node) -> Study:
     if Objective.BATCH in made.objectives or Objective.DEVICES in made.objectives:
         f.complain("objective", "a study states devices and batch", legal=("throughput", "cost", "energy"))
     _check_size(f, made)
+    _check_lengths(f, made, models)
     _check_nodes(f, made, {name: cluster for name, cluster in clusters.items() if cluster is not None})
     f.finish()
     return made
+
+
+def _name(f: Fields) -> str:
+    """The name of a study, which its folder gets."""
+    name = f.text("study", default=Path(f.node.file).stem)
+    if name in (".", "..") or set("/\\") & set(name):
+        f.complain("study", "must be a plain name, without / and \\: a folder gets it", remedy="where to: -o FOLDER")
+    return name
 
 
 # --- one value or a list of them ---
@@ -244,9 +256,9 @@ def _strategies(f: Fields) -> tuple[Strategy, ...]:
     if not f.has("strategies"):
         return (Strategy(FREE),)
     made = [one for number, node in enumerate(_items(f, "strategies")) for one in _strategy(f, number, node)]
-    names = [one.name for one in made]
-    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-        f.complain("strategies", f"two are called {name}")
+    for name, count in Counter(one.name for one in made).items():
+        if count > 1:
+            f.complain("strategies", f"two are called {name}")
     return tuple(made)
 
 
@@ -264,15 +276,25 @@ def _strategy(f: Fields, number: int, node: Node) -> Iterator[Strategy]:
         return
     own = f.item("strategies", number, node)
     only = _words(own, "only", tuple(FAMILIES)) if own.has("only") else ()
-    mixed = own.flag("mixed", default=False)
     pins = _pins(own)
+    made = Strategy(own.text("name", default=""), only, pins, _mixed(own, only, pins))
     if own.has("grid"):
-        yield from _grid(own, only, pins)
-        own.has("name")
+        yield from _grid(own, made)
     else:
         said = ", ".join((*only, *(f"{name} {value}" for name, value in pins.items())))
-        yield Strategy(own.text("name", default=said or FREE), only, pins, mixed)
+        yield replace(made, name=made.name or said or FREE)
     own.check_unknown()
+
+
+def _mixed(own: Fields, only: tuple[str, ...], pins: Mapping[str, Any]) -> bool:
+    """Whether operators are chosen one by one, which nothing may be in the way of."""
+    mixed = own.flag("mixed", default=False)
+    beside = [*(["only"] if only else []), *(name for name in OF_ALL_BLOCKS if name in pins)]
+    beside += ["pp"] if pins.get("pp", 1) > 1 else []
+    if mixed and beside:
+        rule = f"means nothing beside {', '.join(beside)}: it is for plans without a pipeline"
+        own.complain("mixed", f"{rule}, of which nothing is said that holds for all operators")
+    return mixed
 
 
 def _pins(own: Fields) -> dict[str, Any]:
@@ -291,8 +313,8 @@ def _pins(own: Fields) -> dict[str, Any]:
     return {name: value for name, value in stated.items() if value is not None}
 
 
-def _grid(own: Fields, only: tuple[str, ...], pins: dict[str, Any]) -> Iterator[Strategy]:
-    """Every combination of the values of some whole-numbered pins."""
+def _grid(own: Fields, base: Strategy) -> Iterator[Strategy]:
+    """Every combination of the values of some whole-numbered pins; a name goes before them."""
     grid = own.section("grid")
     lists = {name: _wholes(grid, name, most=MOST_DEVICES) for name in WHOLE_PINS if grid.has(name)}
     grid.check_unknown()
@@ -302,7 +324,8 @@ def _grid(own: Fields, only: tuple[str, ...], pins: dict[str, Any]) -> Iterator[
         return
     for values in product(*lists.values()):
         named = dict(zip(lists, values, strict=True))
-        yield Strategy(", ".join(f"{name} {value}" for name, value in named.items()), only, pins | named)
+        words = (*([base.name] if base.name else []), *(f"{name} {value}" for name, value in named.items()))
+        yield replace(base, name=", ".join(words), pins={**base.pins, **named})
 
 
 # --- failures and published series ---
@@ -353,7 +376,8 @@ def _published(f: Fields) -> Iterator[Published]:
         points = own.section("points")
         made = {}
         for key in points.items:
-            if not key.isdigit() or not 1 <= int(key) <= MOST_DEVICES:
+            plain = key.isascii() and key.isdigit() and len(key) <= len(str(MOST_DEVICES))
+            if not plain or not 1 <= int(key) <= MOST_DEVICES:
                 points.complain(key, "must be a number of devices")
             else:
                 made[int(key)] = points.number(key, least=-1e30)
@@ -381,6 +405,20 @@ def _check_size(f: Fields, study: Study) -> None:
     if count > MOST_POINTS:
         rule = f"the sweep has {count:,} points; a study may have {MOST_POINTS:,}"
         f.complain("study", rule, remedy="fewer devices, models or strategies, or several studies")
+
+
+def _check_lengths(f: Fields, study: Study, models: Mapping[str, Model]) -> None:
+    """Every model must take every length."""
+    if num_points(study) > MOST_POINTS or not f.good("seq_len"):
+        return
+    given = zip(_items(f, "seq_len"), study.seq_lens, strict=False)  # where none is given, it is the model's own
+    for (node, length), (name, model) in product(given, models.items()):
+        try:
+            with_length(model, length)
+        except InputError as error:
+            one = Fields(Node({"seq_len": node}, node.file, node.line), parent=f)
+            for problem in error.problems:
+                one.complain("seq_len", f"{name}: {one_line(problem.rule)}")
 
 
 def _check_nodes(f: Fields, study: Study, clusters: dict[str, Cluster]) -> None:

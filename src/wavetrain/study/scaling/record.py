@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 Json = dict[str, Any]
+RAN_OUT = "no plan was found in"  # how `why` begins where time was up before it was known whether anything fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,11 @@ class Record:
 
     def as_json(self) -> Json:
         return asdict(self)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it is not known that nothing fits."""
+        return self.why.startswith(RAN_OUT)
 
     @property
     def where(self) -> str:

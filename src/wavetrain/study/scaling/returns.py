@@ -172,20 +172,26 @@ def _between(low: float, high: float, part: float) -> float:
 # --- strategies against each other ---
 
 
-def best(records: Iterable[Record], *, quantity: str = "tokens_per_s") -> tuple[Record, ...]:
+def quantity_of(setting: Setting) -> str:
+    """What the best strategy of a setting has most of; at one scale all cost the same per hour, so cost is speed."""
+    return "tokens_per_joule" if setting.objective == "energy" else "tokens_per_s"
+
+
+def best(records: Iterable[Record]) -> tuple[Record, ...]:
     """The best strategy at every scale of every setting where any fits; of equals the first that was named."""
     found: dict[tuple[Setting, int], Record] = {}
     values: dict[tuple[Setting, int], float] = {}
     places: dict[Setting, int] = {}
     for record in records:
-        place, value = (setting_of(record), record.devices), _value(record, quantity)
-        places.setdefault(place[0], len(places))
+        setting = setting_of(record)
+        place, value = (setting, record.devices), _value(record, quantity_of(setting))
+        places.setdefault(setting, len(places))
         if value is not None and value > values.get(place, 0.0) * (1 + SAME):
             found[place], values[place] = record, value
     return tuple(found[place] for place in sorted(found, key=lambda place: (places[place[0]], place[1])))
 
 
-def crossovers(records: Iterable[Record], *, quantity: str = "tokens_per_s") -> tuple[Crossover, ...]:
+def crossovers(records: Iterable[Record]) -> tuple[Crossover, ...]:
     """Every scale at which a strategy overtakes another of its setting, by setting, pair and scale.
 
     A strategy that fits is better than one that does not. Strategies that are equal at first and part later cross once,
@@ -198,7 +204,7 @@ def crossovers(records: Iterable[Record], *, quantity: str = "tokens_per_s") -> 
         crossing
         for lines in by_setting.values()
         for first, second in combinations(lines, 2)
-        for crossing in _crossings(first, second, quantity)
+        for crossing in _crossings(first, second)
     )
 
 
@@ -214,8 +220,8 @@ class _Compared:
         return 0 if abs(self.log_ratio) <= SAME else 1 if self.log_ratio > 0 else -1
 
 
-def _crossings(first: Series, second: Series, quantity: str) -> Iterable[Crossover]:
-    compared = _compared(first, second, quantity)
+def _crossings(first: Series, second: Series) -> Iterable[Crossover]:
+    compared = _compared(first, second)
     leader: int | None = None
     for number, now in enumerate(compared):
         if now.sign and leader is not None and now.sign != leader:
@@ -234,8 +240,9 @@ def _crossing(setting: Setting, names: Sequence[str], before: _Compared, after: 
     return Crossover(setting, names[0], names[1], devices, before.devices, after.devices, fits)
 
 
-def _compared(first: Series, second: Series, quantity: str) -> list[_Compared]:
+def _compared(first: Series, second: Series) -> list[_Compared]:
     """Both strategies at every scale that was computed for both and where at least one fits."""
+    quantity = quantity_of(first.setting)
     ones, others = (
         {record.devices: _value(record, quantity) for record in (*line.records, *line.missing)}
         for line in (first, second)

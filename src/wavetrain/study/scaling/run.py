@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from wavetrain.base.errors import InputError, Problem, RunError
 from wavetrain.study.scaling.points import Point, key_of, points
 from wavetrain.study.scaling.record import Record
 from wavetrain.study.scaling.solve import Solved, solve
@@ -50,15 +53,25 @@ def run_study(study: Study, folder: Path, *, jobs: int = 1, told: Callable[[Stat
     started = time.perf_counter()
     asked = [(point, key_of(point)) for point in points(study)]
     with opened(folder) as store:
-        missing = list({key: point for point, key in asked if key not in store.known}.values())
+        missing = {key: point for point, key in asked if key not in store.known}
         reused = len({key for _, key in asked}) - len(missing)
         told(Status(reused, reused + len(missing), None))
-        for count, solved in enumerate(_solved(missing, jobs), start=1):
-            store.keep(solved)
-            left_s = (time.perf_counter() - started) / count * (len(missing) - count)
-            told(Status(reused + count, reused + len(missing), left_s, solved.record.where))
+        with closing(_solved(list(missing.values()), jobs)) as answers:  # whatever happens, no process is left
+            for count, solved in enumerate(answers, start=1):
+                _check_key(solved, missing)
+                store.keep(solved)
+                left_s = (time.perf_counter() - started) / count * (len(missing) - count)
+                told(Status(reused + count, reused + len(missing), left_s, solved.record.where))
         records = tuple(_as_asked(store, point, key) for point, key in asked)
     return Done(records, len(missing), reused, time.perf_counter() - started)
+
+
+def _check_key(solved: Solved, missing: Mapping[str, Point]) -> None:
+    """Processes read files of their own: a change since the points were listed makes another question of one."""
+    if solved.key not in missing:
+        where = f"{solved.record.model}, {solved.record.node}"
+        remedy = "run it again, with the files as they are now"
+        raise InputError(Problem(where=where, rule="changed while the study ran", remedy=remedy))
 
 
 def _as_asked(store: Store, point: Point, key: str) -> Record:
@@ -66,7 +79,7 @@ def _as_asked(store: Store, point: Point, key: str) -> Record:
     return replace(store.known[key], strategy=point.strategy.name)
 
 
-def _solved(missing: Sequence[Point], jobs: int) -> Iterator[Solved]:
+def _solved(missing: Sequence[Point], jobs: int) -> Generator[Solved, None, None]:
     """Answers as they come; the longest searches, of most devices, begin first."""
     ordered = sorted(missing, key=lambda point: -point.devices)
     if jobs == 1 or len(ordered) < 2:
@@ -76,9 +89,12 @@ def _solved(missing: Sequence[Point], jobs: int) -> Iterator[Solved]:
     try:
         for future in as_completed([pool.submit(solve, point) for point in ordered]):
             yield future.result()
-    except BaseException:
-        for process in pool._processes.values():  # noqa: SLF001 - a search in them may take a minute more
+    except BaseException as error:
+        for process in list(pool._processes.values()):  # noqa: SLF001 - a search in them may take a minute more
             process.kill()
+        if isinstance(error, BrokenProcessPool):
+            words = "a process of the study was killed, as happens where memory runs out"
+            raise RunError(f"{words}; run again to continue, with fewer --jobs") from None
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +12,14 @@ from wavetrain.plan import write_plan
 from wavetrain.plan.plan import Plan
 from wavetrain.plan.words import sentence
 from wavetrain.planner.explain import is_empty
+from wavetrain.planner.question import Question
 from wavetrain.planner.rescue import broken_rules
 from wavetrain.planner.search import Answer, search
 from wavetrain.sim.predict import Prediction, simulate
 from wavetrain.study.scaling.findings import binding, exposed_share
 from wavetrain.study.scaling.goodput import goodput
 from wavetrain.study.scaling.points import Point, cluster_of, key_of, question_of
-from wavetrain.study.scaling.record import Record
+from wavetrain.study.scaling.record import RAN_OUT, Record
 from wavetrain.study.scaling.whatif import CHANGES, elasticities
 
 JOULES_PER_MWH = 3.6e9
@@ -31,6 +33,7 @@ class Solved:
     key: str
     record: Record
     plan: str = ""
+    is_final: bool = True  # False where time ran out before anything was found: another run may find something
 
 
 def solve(point: Point) -> Solved:
@@ -40,13 +43,19 @@ def solve(point: Point) -> Solved:
         question = question_of(point)
     except InputError as error:  # a file may be right and a combination not, such as a model without a length
         return Solved(key, _empty(point, "; ".join(one_line(problem.rule) for problem in error.problems)))
-    answer = search(question, time_limit_s=point.alike.time_limit_s)
+    answer = _searched(point, question)
     if answer.best is None:
-        return Solved(key, _empty(point, why_nothing(answer), seq_len=question.seq_len))
+        why = why_nothing(answer, point.alike.time_limit_s) + _fitting_with(point, answer)
+        return Solved(key, _empty(point, why, seq_len=question.seq_len), is_final=not ran_out(answer))
     plan = answer.best
     seen = simulate(plan)
     record = replace(_planned(point, answer, plan, seen), plan_file=f"plans/{key}.json")
     return Solved(key, record, write_plan(plan))
+
+
+def _searched(point: Point, question: Question) -> Answer:
+    """The answer to a question in the time of one search; Ctrl-C ends the study, not the search alone."""
+    return search(question, time_limit_s=point.alike.time_limit_s, interruptible=False)
 
 
 def _empty(point: Point, why: str, *, seq_len: int | None = None) -> Record:
@@ -65,11 +74,18 @@ def _empty(point: Point, why: str, *, seq_len: int | None = None) -> Record:
     )
 
 
-def why_nothing(answer: Answer) -> str:
-    """Why no plan fits: a rule that none keeps, or how much memory the nearest needs and for what."""
+def ran_out(answer: Answer) -> bool:
+    """Whether nothing was found although plans were left to look at."""
+    return answer.best is None and math.isfinite(answer.lower)
+
+
+def why_nothing(answer: Answer, limit_s: float) -> str:
+    """Why there is no plan: a rule that none keeps, too little time, or how much memory the nearest needs for what."""
     question, nearest = answer.question, answer.least_bad
     if is_empty(question):
         return "; ".join(broken_rules(question))
+    if ran_out(answer):
+        return f"{RAN_OUT} {limit_s:g} s; more time with time_limit_s"
     if nearest is None:
         return f"every plan needs more than the {format_bytes(question.capacity_bytes)} of a device, by its bound alone"
     held = simulate(nearest.plan).memory
@@ -77,6 +93,19 @@ def why_nothing(answer: Answer) -> str:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     needed, there = format_bytes(nearest.outline.needed_bytes), format_bytes(question.capacity_bytes)
     return f"the plan that comes nearest needs {needed} of {there} ({parts}): {sentence(nearest.plan)}"
+
+
+def _fitting_with(point: Point, answer: Answer) -> str:
+    """Which of the changes asked for would make a plan fit; only more memory can."""
+    if ran_out(answer) or is_empty(answer.question):
+        return ""
+    present, fitting = cluster_of(point), []
+    for name in point.alike.what_if:
+        changed = CHANGES[name](present)
+        larger = changed.device.memory_bytes > present.device.memory_bytes
+        if larger and _searched(point, question_of(point, changed)).best is not None:
+            fitting.append(name)
+    return f"; fits with {', '.join(fitting)}" if fitting else ""
 
 
 def _planned(point: Point, answer: Answer, plan: Plan, seen: Prediction) -> Record:
@@ -159,9 +188,12 @@ def _what_if(point: Point, seen: Prediction) -> dict[str, float]:
     found = {}
     for name in point.alike.what_if:
         question = question_of(point, CHANGES[name](cluster_of(point)))
-        best = search(question, time_limit_s=point.alike.time_limit_s).best
-        if best is not None:
-            other = simulate(best)
-            by_price = seen.usd_per_million_tokens / other.usd_per_million_tokens
-            found[name] = by_price if name.startswith("price") else other.tokens_per_s / seen.tokens_per_s
+        best = _searched(point, question).best
+        if best is None:
+            continue
+        other = simulate(best)
+        if not name.startswith("price"):
+            found[name] = other.tokens_per_s / seen.tokens_per_s
+        elif other.usd_per_million_tokens:  # what costs nothing has no tokens per dollar
+            found[name] = seen.usd_per_million_tokens / other.usd_per_million_tokens
     return found

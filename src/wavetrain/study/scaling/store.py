@@ -6,12 +6,12 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from wavetrain.base.errors import InputError, Problem
+from wavetrain.base.errors import InputError, Problem, RunError
 from wavetrain.study.scaling.record import Record, record_of
 from wavetrain.study.scaling.solve import Solved
 
@@ -28,6 +28,17 @@ class Store:
     known: dict[str, Record] = field(default_factory=dict)
 
     def keep(self, solved: Solved) -> None:
+        """Note an answer; on disk only if another run could not find more."""
+        self.known[solved.key] = solved.record
+        if not solved.is_final:
+            return
+        try:
+            self._write(solved)
+        except OSError as error:
+            words = f"an answer can't be kept: {error.strerror or error}"
+            raise RunError(f"{self.folder}: {words}; run again to continue") from None
+
+    def _write(self, solved: Solved) -> None:
         """The plan first: a line that is there is whole, and so is the file it names."""
         if solved.plan:
             path = self.folder / solved.record.plan_file
@@ -38,7 +49,6 @@ class Store:
         self.stream.write(f"{line}\n")
         self.stream.flush()
         os.fsync(self.stream.fileno())
-        self.known[solved.key] = solved.record
 
 
 @contextmanager
@@ -46,11 +56,11 @@ def opened(folder: Path) -> Iterator[Store]:
     """The store of a folder, which is made where it is missing; one study at a time."""
     try:
         (folder / PLANS).mkdir(parents=True, exist_ok=True)
-        stream = (folder / LINES).open("a+", encoding="utf-8")
+        stream = (folder / LINES).open("a+", encoding="utf-8", errors="replace")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(Problem(where=str(folder), rule=f"can't be written: {reason}")) from None
-    with stream:
+    try:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -63,6 +73,9 @@ def opened(folder: Path) -> Iterator[Store]:
         if text and not text.endswith("\n"):  # a line that a kill cut short
             stream.write("\n")
         yield store
+    finally:
+        with suppress(OSError):  # that something could not be written was said when it was tried
+            stream.close()
 
 
 def _records(text: str, folder: Path) -> Iterator[tuple[str, Record]]:
