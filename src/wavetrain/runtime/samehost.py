@@ -34,7 +34,6 @@ RETRY_S = 0.001  # between looks for a free slot while a tensor waits for one
 LOOK = 2048 * LINE.size  # bytes of a pipe read at once
 WATCH_S = 2000e-6  # before and after a message is expected
 WATCH_ALONE_S = 0.1  # the same where every rank has a core
-REHEARSALS = 3
 _NOTHING = torch.zeros(8, requires_grad=True)
 
 
@@ -183,8 +182,7 @@ class SameHost:
 def rehearse() -> None:
     """A forward and a backward of nothing: a core that has slept runs the first ones ten times as slow."""
     with torch.enable_grad():
-        for _ in range(REHEARSALS):
-            torch.autograd.backward((_NOTHING * _NOTHING,), (_NOTHING.detach(),))
+        torch.autograd.backward((_NOTHING * _NOTHING,), (_NOTHING.detach(),))
     _NOTHING.grad = None
 
 
