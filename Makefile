@@ -19,7 +19,7 @@ demo: $(READY)
 	@PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: check packages
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses $(JOBS)
 
 # What tests need beside Python: hosts of a virtual cluster, a browser for reports. Without the right to install, they say so.
 packages:

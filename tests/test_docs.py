@@ -16,11 +16,7 @@ PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks)/[\w./{}-]+)`|\]\(((
 
 def blocks(language: str) -> list:
     return [
-        pytest.param(
-            match.group(2),
-            id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}",
-            marks=[pytest.mark.xdist_group(page.name)] if language == "console" else [],  # one reads what another wrote
-        )
+        pytest.param(match.group(2), id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
         for page in PAGES
         for match in BLOCK.finditer(page.read_text())
         if match.group(1) == language
@@ -61,12 +57,21 @@ def matches(shown: str, printed: str) -> bool:
     return len(chunks) > 1 or at == len(lines)
 
 
-@pytest.mark.parametrize("block", blocks("console"))
-def test_commands_print_what_is_shown(block):
-    first, _, shown = block.partition("\n")
-    assert first.startswith("$ ")
-    printed = shell(first.removeprefix("$ "))
-    assert matches(shown, printed), printed
+def consoles() -> list:
+    """A page's commands in their order: one reads what another wrote."""
+    pages = [(page.name, re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.M | re.S)) for page in PAGES]
+    return [pytest.param(shown, id=name) for name, shown in pages if shown]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", consoles())
+def test_commands_print_what_is_shown(page):
+    (ROOT / "out").mkdir(exist_ok=True)
+    for block in page:
+        first, _, shown = block.partition("\n")
+        assert first.startswith("$ ")
+        printed = shell(first.removeprefix("$ "))
+        assert matches(shown, printed), f"{first}\n{printed}"
 
 
 @pytest.mark.parametrize("block", blocks("python"))
