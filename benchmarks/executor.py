@@ -29,9 +29,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from wavetrain.runtime.chunk import SPIN_S, Batch, Computed, sharpen_timer, wait_until
 from wavetrain.runtime.executor import Boundary, Executor
-from wavetrain.runtime.heap import settle
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.samehost import open_same_host
+from wavetrain.runtime.settle import settle
 from wavetrain.runtime.transport import Grouped, Transport, links_of, tagged
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Actions, Costs, Shape, evaluate, write_text

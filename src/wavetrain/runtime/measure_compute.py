@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
 from torch import Tensor, nn
 
-from wavetrain.runtime.heap import settle
 from wavetrain.runtime.learn import AdamW, Held, clip, optimizer_of
 from wavetrain.runtime.samples import Sample, Small
+from wavetrain.runtime.settle import settle
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize, sum_of_losses
 from wavetrain.runtime.transformer import Rotary, parts_of
 from wavetrain.runtime.world import World

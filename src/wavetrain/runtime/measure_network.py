@@ -28,6 +28,7 @@ from wavetrain.runtime.chunk import sharpen_timer, wait_until
 from wavetrain.runtime.links import on_one_host, own_host
 from wavetrain.runtime.samehost import open_same_host
 from wavetrain.runtime.samples import Sample
+from wavetrain.runtime.settle import settle
 from wavetrain.runtime.transport import FORWARD, Grouped, Message, Transport, open_links, ordered, tagged
 from wavetrain.runtime.world import World, gloo_group
 
@@ -104,6 +105,7 @@ def network_samples(world: World, *, device: str, quick: bool, told: Told) -> li
     hosts = hosts_of(world)
     if world.size == 1:
         return []
+    settle()
     sharpen_timer()
     effort = QUICK if quick else FULL
     with _process_groups(world, device):

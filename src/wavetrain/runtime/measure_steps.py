@@ -15,11 +15,11 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from wavetrain.runtime.heap import settle
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.measure_compute import Told, lower_quartile
 from wavetrain.runtime.samples import TINY, WIDE, Sample, StepCase, step_cases
+from wavetrain.runtime.settle import settle
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Shape, add_communication
 

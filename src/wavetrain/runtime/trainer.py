@@ -15,7 +15,6 @@ from wavetrain.runtime.beside import alive
 from wavetrain.runtime.emulator import Emulator
 from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.export import save_model
-from wavetrain.runtime.heap import settle
 from wavetrain.runtime.inject import When, strike
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Done, Learner
@@ -23,6 +22,7 @@ from wavetrain.runtime.logs import RunLog, StepRecord
 from wavetrain.runtime.pace import Pace
 from wavetrain.runtime.record import clock_ahead_s, read_moments, write_moments
 from wavetrain.runtime.saving import Saver, is_saved
+from wavetrain.runtime.settle import settle
 from wavetrain.runtime.spent import Spent
 from wavetrain.runtime.stragglers import as_document
 from wavetrain.runtime.world import World, gloo_group
