@@ -41,6 +41,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/executor.py
 	$(BIN)/python benchmarks/waves.py
+	$(BIN)/python benchmarks/waking.py
 	$(BIN)/python benchmarks/parallelize.py
 	$(BIN)/python benchmarks/osdp_executed.py
 	$(BIN)/python benchmarks/saving.py

@@ -24,11 +24,12 @@ CLUSTERS = st.builds(
 
 @st.composite
 def groups(draw):
-    """A cluster's tiers and a group that fits on them."""
+    """A cluster's tiers and a group that fits on them; steps may hide behind transfers."""
     cluster = draw(CLUSTERS)
+    hidden = draw(st.sampled_from((0.0, 0.5, 1.0)))
     ranks = draw(st.integers(1, cluster.num_devices))
     stride = draw(st.integers(1, max(1, (cluster.num_devices - 1) // max(1, ranks - 1))))
-    return cluster.tiers, Span(ranks, stride)
+    return tuple(replace(tier, hidden=hidden) for tier in cluster.tiers), Span(ranks, stride)
 
 
 def bus_gb_per_s(kind, name, ranks, stride=1, num_bytes=GIB16, **how):
@@ -136,6 +137,19 @@ def test_an_all_to_all_is_bound_by_the_nics_it_uses():
     assert seconds(A2A, 1e10, Span(8, 1), tiers) == pytest.approx(1e10 * 7 / 8 / (450e9 * 0.815), rel=0.01)
 
 
+@pytest.mark.parametrize("kind", [AR, AG, RS, SEND])
+@pytest.mark.parametrize("num_bytes", [2**10, 2**20, 2**30])
+def test_the_longer_of_steps_and_transfer_hides_the_other(kind, num_bytes):
+    """All of it, a half, nothing; a start is not hidden."""
+    links = replace(load_cluster("dgx-a100").tiers[0], start_s=1e-3, ramp_s=0.0, multicast=0.0, tree=False)
+    shown, half, longer = (
+        seconds(kind, num_bytes, Span(4), (replace(links, hidden=hidden),)) - 1e-3 for hidden in (0.0, 0.5, 1.0)
+    )
+    steps_s = seconds(kind, num_bytes, Span(4), (replace(links, bytes_per_s=1e30),)) - 1e-3
+    assert longer == pytest.approx(max(steps_s, shown - steps_s))
+    assert half == pytest.approx((shown + longer) / 2)
+
+
 def test_sends():
     tiers = load_cluster("dgx-h100:4").tiers
     near, far = (seconds(SEND, 1e9, Span(2, stride), tiers) for stride in (1, 8))
@@ -170,6 +184,7 @@ CHANGES = {
     "sharers": lambda tier, f: replace(tier, sharers=max(1.0, tier.sharers / f)),
     "efficiency": lambda tier, f: replace(tier, efficiency=min(1.0, tier.efficiency * f)),
     "congestion": lambda tier, f: replace(tier, congestion=tier.congestion / f),
+    "hidden": lambda tier, f: replace(tier, hidden=1 - (1 - tier.hidden) / f),
 }
 
 

@@ -79,16 +79,21 @@ def test_bounds_hold_where_the_network_is_faster_than_the_links_of_a_node(questi
         assert exceeded(question, found) == [], found.name
 
 
-rates = st.tuples(st.sampled_from([0.1, 0.8, 3.0]), st.sampled_from([0.0, 1e-4]), st.sampled_from([0.0, 0.5, 4.0]))
+rates = st.tuples(
+    st.sampled_from([0.1, 0.8, 3.0]),
+    st.sampled_from([0.0, 1e-4]),
+    st.sampled_from([0.0, 0.5, 4.0]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
 
 
 @settings(max_examples=100)
 @given(random_questions(), picks, st.lists(rates, min_size=5, max_size=5))
 def test_bounds_hold_where_kinds_of_collectives_differ(question, picked, drawn):
-    """As on a measured cluster: each kind has a rate and a latency of its own, and may lose rate in a pair."""
+    """As on a measured cluster: each kind has a rate and a latency of its own, may lose rate in a pair, and hide."""
     kinds = tuple(
-        Achieved(kind, efficiency, latency_s, 1e-5, 0.0, pair_loss)
-        for kind, (efficiency, latency_s, pair_loss) in zip(KINDS, drawn, strict=True)
+        Achieved(kind, efficiency, latency_s, 1e-5, 0.0, pair_loss, hidden)
+        for kind, (efficiency, latency_s, pair_loss, hidden) in zip(KINDS, drawn, strict=True)
     )
     cluster = with_links(question.cluster, lambda link: replace(link, kinds=kinds))
     found = bounded(replace(question, cluster=cluster), picked)

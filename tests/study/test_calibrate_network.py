@@ -113,6 +113,17 @@ def test_pairs_that_are_slower_are_found_to_be() -> None:
     assert set(found.values()) == {0.0}
 
 
+@pytest.mark.parametrize("hidden", [0.0, 1.0])
+def test_steps_that_pass_beside_transfers_are_found_to(hidden: float) -> None:
+    """And where they do not, nothing of the kind is found."""
+    beside = {kind: [*values, 0.0, hidden if kind != "send" else 0.0] for kind, values in GLOO.items()}
+    truth = true_cluster(4, 1, beside)
+    joined = calibrate_network(made(truth, noise=0.03, seed=0), devices=4, hosts=1, tree=False)
+    found = {one.kind: one.hidden for one in joined.tiers[0].kinds}
+    assert found.pop("send") == 0.0
+    assert set(found.values()) == {hidden}
+
+
 def test_constants_repeat_themselves() -> None:
     """Two measurements whose samples differ by 3 % give constants that differ by less than 5 %."""
     truth = true_cluster(2, 1, GLOO)

@@ -80,6 +80,7 @@ class Achieved:
     start_s: float
     ramp_s: float
     pair_loss: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Tier:
     multicast: float = 0.0  # share of the achieved rate when the switch reduces (NVLS); 0 = it can't
     pair_bytes_per_s: float | None = None  # direct links: what a pair alone has; None = a switch
     pair_loss: float = 0.0  # further time, over that of a byte, in a group of two
+    hidden: float = 0.0  # share of the shorter of steps and transfer that passes beside the longer
     kinds: tuple[Achieved, ...] = ()  # of collectives that differ
 
     def of(self, kind: str) -> Tier:
@@ -109,7 +111,7 @@ class Tier:
             return self
         own = achieved(self, kind)
         found = replace(self, efficiency=own.efficiency, latency_s=own.latency_s, kinds=())
-        return replace(found, start_s=own.start_s, ramp_s=own.ramp_s, pair_loss=own.pair_loss)
+        return replace(found, start_s=own.start_s, ramp_s=own.ramp_s, pair_loss=own.pair_loss, hidden=own.hidden)
 
 
 @dataclass(frozen=True)

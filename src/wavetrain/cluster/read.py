@@ -335,6 +335,7 @@ def _kinds(f: Fields, efficiency: float) -> tuple[Achieved, ...]:
                 start_s=shifted(one.number("start_us", most=1e9, default=shifted(usual["start_s"], 6)), -6),
                 ramp_s=shifted(one.number("ramp_us", most=1e9, default=shifted(usual["ramp_s"], 6)), -6),
                 pair_loss=one.number("pair_loss", most=100.0, default=0.0),
+                hidden=one.number("hidden", most=1.0, default=0.0),
             )
             one.check_unknown()
             made.append(achieved)

@@ -127,7 +127,7 @@ def _kinds(links: Tier | Network) -> dict[str, Any]:
             "latency_us": shifted(own.latency_s, 6),
             "start_us": shifted(own.start_s, 6),
             "ramp_us": shifted(own.ramp_s, 6),
-            **({"pair_loss": own.pair_loss} if own.pair_loss else {}),
+            **{key: share for key in ("pair_loss", "hidden") if (share := getattr(own, key))},
         }
         for own in links.kinds
     }

@@ -1,10 +1,13 @@
 """How long a collective takes: algorithms over the tiers of a network, in seconds; sizes and groups may be arrays.
 
-    seconds = start + steps x latency + x + x * ramp / (x + ramp),   x = bytes on the wire / achieved bytes per second
+    seconds = start + l + t - hidden * min(l, t)
+    l = steps x latency,   t = x + x * ramp / (x + ramp),   x = bytes on the wire / achieved bytes per second
 
 Every constant is a fact of a tier (`cluster.Tier`), none is here. A short transfer runs at half rate, a long one pays
-the filling of the pipeline (`ramp_s`) once. Ring steps and their split over tiers are those of NCCL's own model
-(src/graph/tuning.cc); the fit of the constants is `validation/fit_collectives.py`.
+the filling of the pipeline (`ramp_s`) once. NCCL's steps and transfers add up (`hidden` is 0); where software takes its
+steps while other pieces travel, as gloo does between ranks that share cores, the longer hides a share of the shorter.
+Ring steps and their split over tiers are those of NCCL's own model (src/graph/tuning.cc); the fit of the constants is
+`validation/fit_collectives.py`.
 """
 
 from __future__ import annotations
@@ -123,7 +126,9 @@ def _ramped(transfer_s: Floats, ramp_s: Floats) -> Floats:
 
 
 def _pipelined(latency_s: Floats, transfer_s: Floats, group: tuple[Reach, ...]) -> Floats:
-    return _worst(group, "start_s") + latency_s + _ramped(transfer_s, _worst(group, "ramp_s"))
+    ramped_s = _ramped(transfer_s, _worst(group, "ramp_s"))
+    hidden_s = _worst(group, "hidden") * np.minimum(latency_s, ramped_s)
+    return _worst(group, "start_s") + latency_s + ramped_s - hidden_s
 
 
 def _only(allowed: bool | NDArray[np.bool_], time_s: Floats) -> Floats:
@@ -210,7 +215,7 @@ def hierarchical(kind: Collective, num_bytes: Floats, group: tuple[Reach, ...]) 
     phases = []
     for r in group:
         transfer_s = num_bytes / r.inner * (1 - 1 / r.parts) / r.port_bytes_per_s
-        time_s = r.tier.start_s + (r.parts - 1) * r.tier.latency_s + _ramped(transfer_s, np.asarray(r.tier.ramp_s))
+        time_s = _pipelined((r.parts - 1) * r.tier.latency_s, transfer_s, (r,))
         phases.append(np.where(r.crossed, time_s, 0.0))
     return _only(kind in _ROUNDS, _ROUNDS.get(kind, 1.0) * _total(phases))
 

@@ -31,7 +31,7 @@ LEAST, MOST = 1e-12, 1e30  # of any number in a cluster, but for these
 MOST_OF = {"count": MOST_NODES, "num_devices": 1_000_000, "size": 1_000_000}
 MAY_BE_0 = (
     *("host_w", "idle_w", "busy_w", "limit_w", "usd_per_hour", "inner_half", "vector_inner_half"),
-    *("latency_s", "start_s", "ramp_s", "congestion", "pair_loss", "multicast"),
+    *("latency_s", "start_s", "ramp_s", "congestion", "pair_loss", "hidden", "multicast"),
 )
 MOST_LISTED = 4096  # tensor-parallel degrees tried for the list of legal ones
 DEGREES = ("tp", "cp", "dp", "pp")

@@ -32,7 +32,9 @@ PASSES, QUICK_PASSES = 5, 3
 PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
 MOST_NARROW = 128 * 128  # inputs of a product in 16 bits: some processors take a hundred times as long as in 32
 WIDE_PRODUCTS = ((1024, 1024), (2048, 2048), (4096, 4096))  # what matrix units need to show their rate
-STREAMS = ((64, 64), (64, 256), (256, 256), (256, 512), (1024, 512))  # rows, width
+# rows, width; a step's tensors are in caches when they are used next, larger ones depend on what other hosts' do there
+STREAMS = ((64, 64), (64, 256), (256, 256), (256, 512), (512, 512))
+COPIES = {"cpu": (2**16, 2**18, 2**20), "cuda": (2**20, 2**22, 2**23, 2**26)}  # elements
 HEADS = ((1, 4, 64, 32), (2, 4, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64))  # batch, heads, length, head_dim
 LOOKUPS = ((128, 64), (512, 128), (1024, 256), (1024, 512))  # rows, width
 LOGITS = ((128, 512), (128, 4096), (512, 4096), (256, 16384))  # rows, vocabulary
@@ -69,7 +71,7 @@ def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> li
     found: dict[Case, list[float]] = {}
     with torch.device(device):
         cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
-        cases += [*_copies(quick=quick), *_optimizers(quick=quick), *_models(device=device, quick=quick)]
+        cases += [*_copies(device, quick=quick), *_optimizers(quick=quick), *_models(device=device, quick=quick)]
     passes = QUICK_PASSES if quick else PASSES
     for number in range(passes + 1):  # the first warms up
         for at, case in enumerate(cases):
@@ -251,9 +253,9 @@ def _models(*, device: str, quick: bool) -> Iterator[Case]:
         yield from (forward, backward)
 
 
-def _copies(*, quick: bool) -> Iterator[Case]:
+def _copies(device: str, *, quick: bool) -> Iterator[Case]:
     """A plain copy, and gradients that are added to: sizes are bytes, elements."""
-    for count in (2**20, 2**22) if quick else (2**18, 2**20, 2**22, 2**23):
+    for count in COPIES[device][-2:] if quick else COPIES[device]:
         source, target = torch.ones(count), torch.ones(count)
         yield Case("copy", (2 * source.nbytes,), partial(partial, target.copy_, source), 1, least_s=LEAST_COPY_S)
         yield Case("accumulate", (count,), partial(partial, target.add_, source), 1, least_s=LEAST_COPY_S)

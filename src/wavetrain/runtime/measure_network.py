@@ -1,8 +1,11 @@
 """Times of messages and collectives between the ranks of a `World`: what `wavetrain measure` fits laws to.
 
-Every pass begins on all ranks at a common moment and counts until the last rank is done. Groups that would be busy at
-once in training are: all pairs of a host, all rings over hosts. Passes of all kinds and sizes take turns, so that what
-else happens on the machine falls on all of them alike; a sample is the median of the quicker half of its passes.
+Every pass begins on all ranks at a common moment and counts until the last rank is done. In training one collective
+follows another, out of step: two ranks that send to each other begin together only once, and from then on hold up each
+other's acknowledgments. So of collectives several follow each other, and the first and the last do not count. Groups
+that would be busy at once in training are: all pairs of a host, all rings over hosts. Passes of all kinds and sizes
+take turns, so that what else happens on the machine falls on all of them alike; a sample is the median of the quicker
+half of its passes.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ QUICK_SIZES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB)
 LEAST_PASSES, MOST_PASSES = 3, 60
 LEAST_AHEAD_S, MOST_AHEAD_S = 0.5e-3, 20e-3  # from the word to start until the start
 SMALL_S = 2e-3  # shorter passes are repeated within a turn
+SHORT_S = 10e-3
+FEW, MANY = 2, 6  # collectives that count in a pass: long ones, short ones
 PATIENCE_S = 300.0
 PAIR = 2  # hosts
 
@@ -55,7 +60,7 @@ class Effort:
     pass_s: float  # a kind's next size is left out where a pass took longer
 
 
-FULL = Effort(SIZES, turns_s=12.0, pass_s=0.2)
+FULL = Effort(SIZES, turns_s=12.0, pass_s=0.1)
 QUICK = Effort(QUICK_SIZES, turns_s=3.0, pass_s=0.05)
 
 
@@ -69,7 +74,10 @@ class Hosts:
 
 @dataclass
 class Pass:
-    """Something to time; `ready` runs before the common start, `act` from then on; `starts`: not by receiving."""
+    """Something to time; `ready` runs before the common start, `act` from then on; `starts`: not by receiving.
+
+    `counted`: how many in between a first and a last one that are not; 0: there is one, which is.
+    """
 
     what: str
     num_bytes: int
@@ -78,6 +86,7 @@ class Pass:
     act: Callable[[], object]
     ready: Callable[[], object] = lambda: None
     starts: bool = True
+    counted: int = 0
     took_s: list[float] = field(default_factory=list)
 
     def sample(self) -> Sample:
@@ -186,7 +195,7 @@ def _collective(what: str, ring: Ring, size: int, full: Tensor, part: Tensor) ->
         "all_gather": partial(_gather, whole, own, group=ring.group),
         "reduce_scatter": partial(_reduce_scatter, own, whole, group=ring.group),
     }
-    return Pass(what, whole.nbytes, ring.ranks, ring.hosts, acts[what])
+    return Pass(what, whole.nbytes, ring.ranks, ring.hosts, acts[what], counted=FEW)
 
 
 def _sends(world: World, hosts: Hosts, step: int, full: Tensor, sizes: Sequence[int], *, memory: bool) -> list[Pass]:
@@ -241,21 +250,37 @@ class _Timer:
         dist.all_reduce(torch.zeros(1))
 
     def time(self, one: Pass) -> float:
-        """Seconds from when the last sender began, which is at the common start, until the last rank is done."""
+        """Seconds from when the last sender began, which is at the common start, until the last rank is done.
+
+        Of several, what one takes on average over ranks.
+        """
         self._world.progress.together()
         one.ready()
         start = torch.tensor([self._now() + self._ahead_s], dtype=torch.float64)
         dist.broadcast(start, 0)
         self._await(start.item())
-        begun = self._now() - start.item()
+        one.took_s.append(self._average(one) if one.counted else self._latest(one, start.item()))
+        return one.took_s[-1]
+
+    def _latest(self, one: Pass, start_s: float) -> float:
+        begun = self._now() - start_s
         one.act()
         self._settle()
-        done = self._now() - start.item()
+        done = self._now() - start_s
         latest = torch.tensor([done, begun if one.starts else -1.0], dtype=torch.float64)
         dist.all_reduce(latest, dist.ReduceOp.MAX)
         done, begun = latest.tolist()
-        one.took_s.append(done - begun)
-        return one.took_s[-1]
+        return done - begun
+
+    def _average(self, one: Pass) -> float:
+        ends = []
+        for _ in range(one.counted + 2):
+            one.act()
+            self._settle()
+            ends.append(self._now())
+        took = torch.tensor([(ends[-2] - ends[0]) / one.counted], dtype=torch.float64)
+        dist.all_reduce(took)
+        return float(took.item()) / self._world.size
 
     def all_agree(self, wanted: bool) -> bool:
         """What rank 0 wants."""
@@ -331,11 +356,14 @@ def _boot() -> str:
 
 
 def _warmed(kinds: list[list[Pass]], timer: _Timer, effort: Effort) -> list[Pass]:
-    """One pass of each, which is not counted; larger sizes of a kind are left out once one takes too long."""
+    """A few passes of each, which are not counted; larger sizes of a kind are left out once one takes too long."""
     kept: list[Pass] = []
     for passes in kinds:
         for one in passes:
-            took_s = min(timer.time(one) for _ in range(3))  # the same on all ranks
+            took_s = timer.time(one)  # the same on all ranks
+            if took_s < SHORT_S:
+                took_s = min(timer.time(one) for _ in range(2))
+                one.counted = MANY if one.counted else 0
             one.took_s.clear()
             kept.append(one)
             if took_s > effort.pass_s:

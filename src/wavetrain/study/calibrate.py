@@ -40,7 +40,8 @@ STANDS_FOR = {
 }
 LEAST_BYTES = 0.01  # per element: a law's constant is above 0
 TRAINED = "fp32"  # what whole models and the runtime compute in: constants that all formats share are exact for it
-LEAST_SHARE, MOST_INNER_HALF = 0.001, 1e6  # what a cluster file takes
+LEAST_SHARE = 0.001  # what a cluster file takes
+INNER_HALVES = (0.0, *(2.0**power for power in range(1, 13)))  # whole vectors; in between, noise would choose
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _share(per_flop_s: float, rate: float) -> float:
 
 
 def _memory_rate(samples: Sequence[Sample]) -> float:
-    """Of copies beyond all caches: the two largest, together."""
+    """Of the two largest copies, together: on a processor in its caches, as a step's tensors are, else beyond them."""
     largest = sorted((sample for sample in samples if sample.what == "copy"), key=lambda sample: sample.sizes)[-2:]
     return sum(sample.sizes[0] for sample in largest) / sum(sample.seconds for sample in largest)
 
@@ -207,11 +208,14 @@ def product_law(samples: Sequence[Sample], dtype: str) -> Products:
             learns = sample.what == "gemm-backward"
             rows.append((1 + learns, 2 * volume * (1 + learns), 2 * (result + weights * learns), sample.seconds))
     kernels, flops, results, seconds = np.array(rows, dtype=np.float64).T
-    (_, per_flop_s, per_result_s), errors = fitted([kernels, flops, results], seconds)
-    per_flop_s = max(float(per_flop_s), float(per_result_s) / MOST_INNER_HALF)
+    tried = []
+    for inner_half in INNER_HALVES:
+        (_, per_flop_s), errors = fitted([kernels, flops + inner_half * results], seconds)
+        tried.append((float(np.sum(errors**2)), float(per_flop_s), inner_half, errors))
+    _, per_flop_s, inner_half, errors = min(tried, key=lambda one: one[0])
     if per_flop_s <= 0:  # noise hid what products take: none is faster than the fastest that was timed
         per_flop_s = float(np.min(seconds / flops))
-    return Products(1 / per_flop_s, float(per_result_s) / per_flop_s, errors)
+    return Products(1 / per_flop_s, inner_half, errors)
 
 
 def optimizer_seconds(samples: Sequence[Sample]) -> tuple[float, float]:

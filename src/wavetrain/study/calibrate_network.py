@@ -31,10 +31,12 @@ PAYS = 0.85  # a further constant must shrink the error to this share
 LEAST_EFFICIENCY, MOST_EFFICIENCY, MOST_PAIR_LOSS = 0.001, 100.0, 100.0  # what a cluster file takes
 MATTERS = 0.01  # of a sample's time: a constant that adds less to all of them is none
 START_COUNTS = 0.5  # of a further constant: where a start and a latency explain as much, it is the latency
+HIDDEN_COUNTS = 0.5  # as much: one of three values, not any
 PAIR_COUNTS = 2.0  # of further constants: a loss in pairs is the rarest of all
 NEARLY_NONE = 1e-3  # of a sample's time
 ALIKE = 30.0  # condition number from which on constants can't be told apart
 EACH, LATENCY, BYTE, PAIR_BYTE = 4, 1, 2, 3  # constants of a tier that the fit solves for, the start first
+HIDDEN = (0.0, 0.5, 1.0)
 RAMPS_S = (0.0, *(float(ramp) for ramp in np.geomspace(10e-6, 20e-3, 12)))
 
 
@@ -64,6 +66,7 @@ class Constants:
     byte_s: float
     pair_s: float
     ramp_s: float
+    hidden: float = 0.0
 
     @property
     def pair_loss(self) -> float:
@@ -118,7 +121,8 @@ def _with(blank: Tier, found: dict[Collective, Constants]) -> Tier:
 def _achieved(kind: Collective, found: Constants, rate: float) -> Achieved:
     latency_s, start_s, ramp_s = (shifted(_rounded(time * 1e6), -6) for time in _times(found))
     efficiency = 1.0 if kind is KINDS[0] else _within(_rounded(1 / found.byte_s / rate))
-    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s, min(MOST_PAIR_LOSS, _rounded(found.pair_loss)))
+    pair_loss = min(MOST_PAIR_LOSS, _rounded(found.pair_loss))
+    return Achieved(kind.value, efficiency, latency_s, start_s, ramp_s, pair_loss, found.hidden)
 
 
 def _within(efficiency: float) -> float:
@@ -166,7 +170,12 @@ class _Law:
         pairs = zip(self.tiers, constants, strict=True)
         return self.over(
             [
-                replace(_timed(tier, *_times(own)), bytes_per_s=tier.sharers / own.byte_s, pair_loss=own.pair_loss)
+                replace(
+                    _timed(tier, *_times(own)),
+                    bytes_per_s=tier.sharers / own.byte_s,
+                    pair_loss=own.pair_loss,
+                    hidden=own.hidden,
+                )
                 for tier, own in pairs
             ]
         )
@@ -199,16 +208,18 @@ class _Choice:
 
     columns: Floats
     ramps: tuple[float, ...]
+    hidden: float = 0.0
 
     @property
     def num_free(self) -> float:
         has_start = bool(self.columns[::EACH].any())
         has_pair = bool(self.columns[PAIR_BYTE::EACH].any())
         further = START_COUNTS * has_start + PAIR_COUNTS * has_pair
+        further += HIDDEN_COUNTS * (self.hidden > 0)
         return int(self.columns.shape[1]) + sum(ramp > 0 for ramp in self.ramps) + further
 
 
-def _choices(ramps: tuple[float, ...], pairs: tuple[bool, ...]) -> Iterator[_Choice]:
+def _choices(ramps: tuple[float, ...], pairs: tuple[bool, ...], hidden: float) -> Iterator[_Choice]:
     """Every tier has a rate, some a loss in pairs; it may have a latency, and a start, which may be that of all."""
     num_tiers = len(ramps)
     units = np.eye(EACH * num_tiers)
@@ -218,21 +229,23 @@ def _choices(ramps: tuple[float, ...], pairs: tuple[bool, ...]) -> Iterator[_Cho
     for start, latencies in product(starts, product((True, False), repeat=num_tiers)):
         has = [{LATENCY: latency, BYTE: True, PAIR_BYTE: pair} for latency, pair in zip(latencies, pairs, strict=True)]
         rest = [EACH * i + k for i, of_tier in enumerate(has) for k, there in of_tier.items() if there]
-        yield _Choice(np.hstack([start, units[:, rest]]), ramps)
+        yield _Choice(np.hstack([start, units[:, rest]]), ramps, hidden)
 
 
 def fit(law: _Law) -> tuple[Constants, ...]:
     """The constants of all tiers that explain samples well with as few as pay.
 
-    Several tiers have the ramps that each has alone, and a loss in pairs where each has one alone.
+    Several tiers have the ramps that each has alone, and a loss in pairs where each has one alone. What steps and
+    transfers hide of each other is the same for all.
     """
     if len(law.tiers) == 1:
-        (plain,) = _best(law, [one for ramp in RAMPS_S for one in _choices((ramp,), (False,))])
-        return _best(law, [one for pair in (False, True) for one in _choices((plain.ramp_s,), (pair,))])
+        (plain,) = _best(law, [one for ramp in RAMPS_S for one in _choices((ramp,), (False,), 0.0)])
+        ends = product((False, True), HIDDEN)
+        return _best(law, [one for pair, hidden in ends for one in _choices((plain.ramp_s,), (pair,), hidden)])
     across = (law.hosts > 1) & (np.asarray(law.span.ranks) == law.hosts)
     alone = fit(law.only(law.hosts == 1, law.tiers[:1])), fit(law.only(across, law.tiers[1:]))
     ramps, pairs = zip(*((one.ramp_s, one.pair_s > 0) for (one,) in alone), strict=True)
-    return _best(law, _choices(ramps, pairs))
+    return _best(law, [one for hidden in HIDDEN for one in _choices(ramps, pairs, hidden)])
 
 
 def _best(law: _Law, choices: Iterable[_Choice]) -> tuple[Constants, ...]:
@@ -274,7 +287,10 @@ def _solved(law: _Law, choice: _Choice) -> _Candidate | None:
 
 def _constants(at: Floats, choice: _Choice) -> tuple[Constants, ...]:
     rows: list[list[float]] = (choice.columns @ at).reshape(-1, EACH).tolist()
-    return tuple(Constants(*row, ramp) for row, ramp in zip(rows, choice.ramps, strict=True))  # type: ignore[call-arg]
+    return tuple(
+        Constants(*row, ramp, choice.hidden)  # type: ignore[call-arg]
+        for row, ramp in zip(rows, choice.ramps, strict=True)
+    )
 
 
 def _slopes(law: _Law, at: Floats, scale: Floats, choice: _Choice) -> Floats:
