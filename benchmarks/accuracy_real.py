@@ -2,7 +2,7 @@
 
 First `wavetrain measure` for one rank and for two; then models ten times apart, each with random plans of one global
 batch: ranks, pipelines, waves, microbatches, sharding by operator, slices, recomputation. Predictions know the cluster
-file alone. Ranks are pinned to a core each. `python benchmarks/accuracy_real.py [--plans 36] [--seed 0] [--steps 8]`
+file alone. `python benchmarks/accuracy_real.py [--plans 36] [--seed 0] [--steps 8]`
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Told = Callable[[str, float], None]  # what is being done, and the share of all that is done
 ELEMENT_BYTES = 4  # fp32
 SIZES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
+MOST_NEAR = 4 * MIB  # of messages through memory: what caches hold
 QUICK_SIZES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB)
 LEAST_PASSES, MOST_PASSES = 3, 60
 LEAST_AHEAD_S, MOST_AHEAD_S = 0.5e-3, 20e-3  # from the word to start until the start
@@ -60,7 +61,7 @@ class Effort:
     pass_s: float  # a kind's next size is left out where a pass took longer
 
 
-FULL = Effort(SIZES, turns_s=12.0, pass_s=0.1)
+FULL = Effort(SIZES, turns_s=10.0, pass_s=0.1)
 QUICK = Effort(QUICK_SIZES, turns_s=3.0, pass_s=0.05)
 
 
@@ -163,7 +164,8 @@ def _kinds(world: World, hosts: Hosts, device: str, effort: Effort) -> list[list
     ]
     memory = device != "cuda" and on_one_host(world)
     steps = [1] * (hosts.each > 1) + [hosts.each] * (hosts.count > 1)
-    return made + [_sends(world, hosts, step, full, effort.sizes, memory=memory) for step in steps]
+    sizes = [size for size in effort.sizes if size <= MOST_NEAR or not memory]
+    return made + [_sends(world, hosts, step, full, sizes, memory=memory) for step in steps]
 
 
 def _rings(world: World, hosts: Hosts) -> list[Ring]:
@@ -270,7 +272,7 @@ class _Timer:
         latest = torch.tensor([done, begun if one.starts else -1.0], dtype=torch.float64)
         dist.all_reduce(latest, dist.ReduceOp.MAX)
         done, begun = latest.tolist()
-        return done - begun
+        return float(done - begun)
 
     def _average(self, one: Pass) -> float:
         ends = []

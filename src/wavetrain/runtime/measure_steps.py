@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING
 
+from wavetrain.runtime.chunk import Durations
+from wavetrain.runtime.emulator import Emulator
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.measure_compute import Told, lower_quartile
-from wavetrain.runtime.samples import TINY, WIDE, Sample, StepCase, step_cases
+from wavetrain.runtime.samples import EMPTY, TINY, WIDE, Sample, StepCase, step_cases
 from wavetrain.runtime.settle import settle
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Shape, add_communication
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore
 
-PASSES = 3
-STEPS = {TINY.hidden: 30, WIDE.hidden: 8}  # a tiny step takes some ten milliseconds, and varies more
+PASSES = 5
+STEPS = {TINY.hidden: 36, WIDE.hidden: 10}  # a tiny step takes some ten milliseconds, and varies more
 QUICK_STEPS = 6
 PATIENCE_S = 300.0
 
@@ -42,9 +43,11 @@ def step_samples(world: World, *, quick: bool, told: Told) -> list[Sample]:
     for number, case in enumerate(cases * passes):  # in turns: what disturbs one pass of a case does not disturb all
         told(case.what, number / len(cases) / passes)
         with _own_keys(world, f"steps/{number}") as own, gloo_group(own, timeout_s=PATIENCE_S):
-            seconds = _seconds(case, own, QUICK_STEPS if quick else STEPS[case.small.hidden])
-        found.setdefault(case, []).append(seconds)
-    return [Sample(case.what, case.sizes, median(took), ranks=world.size) for case, took in found.items()]
+            found.setdefault(case, []).extend(_seconds(case, own, QUICK_STEPS if quick else STEPS[case.small.hidden]))
+    world.store.set(f"steps-took/{world.rank}", json.dumps([lower_quartile(took) for took in found.values()]))
+    rows = [json.loads(world.store.get(f"steps-took/{rank}")) for rank in range(world.size)]
+    slowest = (float(max(column)) for column in zip(*rows, strict=True))
+    return [Sample(case.what, case.sizes, took, ranks=world.size) for case, took in zip(found, slowest, strict=True)]
 
 
 @contextmanager
@@ -53,15 +56,15 @@ def _own_keys(world: World, name: str) -> Iterator[World]:
     yield replace(world, store=PrefixStore(name, world.store))
 
 
-def _seconds(case: StepCase, world: World, steps: int) -> float:
+def _seconds(case: StepCase, world: World, steps: int) -> list[float]:
+    """Of all steps after the second, on this rank."""
     plan = case.plan()
     layout = plan.layout
     order = SCHEDULES[layout.schedule].order(Shape(layout.pp, layout.num_microbatches))
-    job = Job(plan=plan, actions=add_communication(order), steps=steps, clip=1.0)
-    learner, ends = Learner(job, world), []
+    job, nothing = Job(plan=plan, actions=add_communication(order), steps=steps, clip=1.0), Durations(0.0, 0.0, 0.0)
+    idle = replace(job, emulated=(nothing,) * order.placement.num_stages)
+    runner, ends = Emulator(idle, world) if case.what == EMPTY else Learner(job, world), []
     for step in range(steps):
-        learner.step(step)
+        runner.step(step)
         ends.append(time.perf_counter())
-    took = lower_quartile([b - a for a, b in pairwise(ends)][1:])
-    world.store.set(f"took/{world.rank}", json.dumps(took))
-    return float(max(json.loads(world.store.get(f"took/{rank}")) for rank in range(world.size)))
+    return [b - a for a, b in pairwise(ends)][1:]

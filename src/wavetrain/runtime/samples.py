@@ -42,9 +42,9 @@ class Small(NamedTuple):
 
 
 REPLICAS, SHARDED, PIPELINE = "step-replicas", "step-sharded", "step-pipeline"
-RECOMPUTED = "step-recomputed"
+RECOMPUTED, EMPTY = "step-recomputed", "step-empty"
 TINY, WIDE = Small(2, 32, 1, 64, 16, 1), Small(2, 384, 6, 512, 32, 1)
-FEW, MANY = 2, 16  # microbatches in a pipeline
+FEW, MANY, MESSAGES = 2, 16, 64  # microbatches in a pipeline; in one that computes nothing
 
 
 class StepCase(NamedTuple):
@@ -63,7 +63,7 @@ class StepCase(NamedTuple):
         """How it is run, on a cluster whose laws are to be asked, or on any."""
         if cluster is None:
             cluster = load_cluster(f"cpu-host:{(self.ranks + 1) // 2}").part(self.ranks)
-        piped = self.what in (PIPELINE, RECOMPUTED)
+        piped = self.what in (PIPELINE, RECOMPUTED, EMPTY)
         replicas = 1 if piped else self.ranks
         return plan_of(
             Request(
@@ -91,5 +91,6 @@ def step_cases(ranks: int) -> list[StepCase]:
     deep = TINY._replace(layers=max(2, ranks))
     cases = [(PIPELINE, deep, FEW), (PIPELINE, deep, MANY), (RECOMPUTED, deep, MANY)]
     if ranks > 1:
+        cases.append((EMPTY, deep, MESSAGES))
         cases += [(what, small, 1) for what in (REPLICAS, SHARDED) for small in (TINY, WIDE)]
     return [StepCase(*case, ranks) for case in cases]

@@ -41,7 +41,7 @@ STANDS_FOR = {
 LEAST_BYTES = 0.01  # per element: a law's constant is above 0
 TRAINED = "fp32"  # what whole models and the runtime compute in: constants that all formats share are exact for it
 LEAST_SHARE = 0.001  # what a cluster file takes
-INNER_HALVES = (0.0, *(2.0**power for power in range(1, 13)))  # whole vectors; in between, noise would choose
+INNER_HALVES = (0.0, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # in between, noise would choose
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
-from wavetrain.cluster.cluster import Achieved, Cluster, Network, Tier, achieved
+from wavetrain.cluster.cluster import Achieved, Cluster, Network, Rates, Tier, achieved
 from wavetrain.runtime.samples import (
+    EMPTY,
     FEW,
     MANY,
+    MESSAGES,
     PIPELINE,
     RECOMPUTED,
     REPLICAS,
@@ -25,8 +28,8 @@ from wavetrain.sim.predict import simulate
 from wavetrain.study.calibrate_network import LEAST_EFFICIENCY
 
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
-REDUCED = ("all_reduce",)
 UNIT = 1e-3
+ENDLESS = 1e24  # per second
 SECANTS = 4
 VISIBLE = 0.1  # of a step: what a share must be of to be found
 ROUNDS = 5  # of two constants of which each needs the other
@@ -46,42 +49,62 @@ class Change:
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
     """The cluster with what only whole steps show.
 
-    Of a pipeline with few and with many microbatches: what a step takes once, and a message on its hosts. With these:
-    what computing again takes. Of a tiny and a wide model on replicas: how much later all-reduces begin than alone, and
-    how far gradients hide; of the same sharded: how much later gathers begin, and how much longer they take, with all
-    that FSDP2 does around them.
+    Of a pipeline that computes nothing: what a message takes on its hosts. Of a tiny model in a pipeline and on
+    replicas: what a step takes once; of a wide one on replicas: how far gradients hide. Of a pipeline that computes
+    again: how much longer that takes than to compute. Of both models sharded: how much later gathers begin than alone,
+    and how much longer they take, with all that FSDP2 does around them.
     """
     by_case = {(sample.what, sample.sizes[1], sample.sizes[-1]): sample for sample in samples if len(sample.sizes) == 7}
     tiny, wide = TINY.hidden, WIDE.hidden
-    solved: list[list[tuple[tuple[str, int, int], Change]]] = [
-        [((PIPELINE, tiny, FEW), _law("step_s")), ((PIPELINE, tiny, MANY), _law("message_s"))],
-        [((RECOMPUTED, tiny, MANY), _law("recompute_gap_s"))],
-        [((REPLICAS, tiny, 1), _start(cluster, REDUCED)), ((REPLICAS, wide, 1), _law("gradient_exposed"))],
-        [((SHARDED, tiny, 1), _start(cluster, GATHERED)), ((SHARDED, wide, 1), _slower(cluster, GATHERED))],
+    if empty := by_case.get((EMPTY, tiny, MESSAGES)):
+        message_s = _solved(instant(cluster), empty, _law("message_s"))
+        cluster = _law("message_s")(cluster, message_s or 0.0)
+    pipeline, replicas, plain = (PIPELINE, tiny, FEW), (REPLICAS, tiny, 1), by_case.get((PIPELINE, tiny, MANY))
+    solved: list[list[tuple[Change, list[tuple[str, int, int]]]]] = [  # together: those of which each needs the other
+        [(_law("step_s"), [pipeline, replicas]), (_law("gradient_exposed"), [(REPLICAS, wide, 1)])],
+        [(_law("recompute_gap_s"), [(RECOMPUTED, tiny, MANY)])],
+        [(_start(cluster, GATHERED), [(SHARDED, tiny, 1)]), (_slower(cluster, GATHERED), [(SHARDED, wide, 1)])],
     ]
     for together in solved:
-        for case, change in together * (ROUNDS if len(together) > 1 else 1):
-            if case in by_case:
-                cluster = _solved(cluster, by_case[case], change)
+        for change, cases in together * (ROUNDS if len(together) > 1 else 1):
+            own = [by_case[case] for case in cases if case in by_case]
+            values = [_solved(cluster, one, change, beyond=plain if one.what == RECOMPUTED else None) for one in own]
+            known = [value for value in values if value is not None]
+            if known:
+                cluster = change(cluster, mean(known))
     return cluster
 
 
-def _solved(cluster: Cluster, sample: Sample, change: Change) -> Cluster:
-    """With the constant for which the prediction is what was measured; not below 0, and a share not above 1."""
-    case = step_case(sample)
+def instant(cluster: Cluster) -> Cluster:
+    """The same links, and devices that take no time."""
+    group, node, device = cluster.groups[0], cluster.groups[0].node, cluster.device
+    rates = Rates(**dict.fromkeys(device.peak.known(), ENDLESS))
+    device = replace(device, peak=rates, memory_bytes_per_s=ENDLESS)
+    laws = replace(cluster.laws, gap_s=0.0, launch_s=0.0, step_s=0.0, tensor_step_s=0.0)
+    return replace(cluster, groups=(replace(group, node=replace(node, device=device)),), own_laws=laws)
+
+
+def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample | None = None) -> float | None:
+    """The constant for which the prediction is what was measured, not below 0; None where it could be any.
+
+    `beyond`: what was measured without what the constant is of; then it is the difference that is predicted.
+    """
+    case, seconds = step_case(sample), sample.seconds
+    if beyond is not None:
+        seconds += simulate(step_case(beyond).plan(cluster)).step_s - beyond.seconds
 
     def step_s(value: float) -> float:
         return simulate(case.plan(change(cluster, value))).step_s
 
     none_s, value = step_s(0.0), UNIT
-    if change.is_share and step_s(1.0) - none_s < VISIBLE * sample.seconds:
-        return cluster  # a share of next to nothing could be any
+    if change.is_share and step_s(1.0) - none_s < VISIBLE * seconds:
+        return None  # a share of next to nothing
     for _ in range(SECANTS):
         slope = (step_s(value) - none_s) / value
-        if sample.seconds <= none_s or slope <= 0:
-            return change(cluster, 0.0)
-        value = (sample.seconds - none_s) / slope
-    return change(cluster, value)
+        if seconds <= none_s or slope <= 0:
+            return 0.0
+        value = (seconds - none_s) / slope
+    return value
 
 
 def _law(name: str) -> Change:
