@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
@@ -27,7 +28,7 @@ from wavetrain.runtime.world import World
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTH = 4  # operators in a chain
 LEAST_S = 0.004  # of one timed pass of a chain: shorter ones are repeated
-LEAST_MODEL_S = 0.03  # many small kernels: the least of many
+LEAST_MODEL_S = 0.03  # many small kernels: as they usually are, since all rates are scaled to these
 LEAST_COPY_S = 0.05  # ranks of a host share its memory: the least of so many copies is one that no other's met
 PASSES, QUICK_PASSES = 5, 3
 PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
@@ -62,6 +63,7 @@ class Case:
     count: int
     dtype: str = "fp32"
     least_s: float = LEAST_S
+    typical: bool = False  # the median counts, not the least
 
 
 def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> list[Sample]:
@@ -82,23 +84,22 @@ def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> li
             if number:
                 found.setdefault(case, []).append(seconds)
     return [
-        Sample(case.what, case.sizes, lower_quartile(seconds) / case.count, case.dtype)
+        Sample(case.what, case.sizes, (median if case.typical else lower_quartile)(seconds) / case.count, case.dtype)
         for case, seconds in found.items()
     ]
 
 
 def _seconds(case: Case, device: str) -> float:
     """One pass of a case: the least of a few, so that an interruption of the process does not count."""
-    best, spent = float("inf"), 0.0
-    while spent < case.least_s:
+    found = list[float]()
+    while sum(found) < case.least_s:
         act = case.prepare()
         _wait(device)
         start = time.perf_counter()
         act()
         _wait(device)
-        took = time.perf_counter() - start
-        best, spent = min(best, took), spent + took
-    return best
+        found.append(time.perf_counter() - start)
+    return median(found) if case.typical else min(found)
 
 
 def lower_quartile(seconds: list[float]) -> float:
@@ -251,7 +252,7 @@ def _models(*, device: str, quick: bool) -> Iterator[Case]:
             return stage(tokens, target)  # type: ignore[no-any-return]
 
         for case in _chain("model", tuple(small), [run], tokens, "fp32", list(stage.parameters())):
-            yield replace(case, least_s=LEAST_MODEL_S)
+            yield replace(case, least_s=LEAST_MODEL_S, typical=True)
 
 
 def _copies(device: str, *, quick: bool) -> Iterator[Case]:
