@@ -207,3 +207,16 @@ def test_bad_names(name, says):
 def test_a_directory_is_no_cluster(tmp_path):
     with pytest.raises(InputError, match="directory"):
         load_cluster(tmp_path)
+
+
+def test_what_steps_and_transfers_hide_of_each_other_is_a_share(tmp_path):
+    file = tmp_path / "c.yaml"
+    kinds = "name: lab\nnodes: 2\nnode:\n  like: dgx-a100\n  network: {{collectives: {{all_gather: {{hidden: {}}}}}}}\n"
+    file.write_text(kinds.format(0.5))
+    (own,) = load_cluster(file).node.network.kinds
+    assert own.hidden == 0.5
+    write_cluster(load_cluster(file), tmp_path / "again.yaml")
+    assert load_cluster(tmp_path / "again.yaml").node.network.kinds == (own,)
+    file.write_text(kinds.format(2))
+    with pytest.raises(InputError, match="hidden"):
+        load_cluster(file)

@@ -26,10 +26,10 @@ CLUSTERS = st.builds(
 def groups(draw):
     """A cluster's tiers and a group that fits on them; steps may hide behind transfers."""
     cluster = draw(CLUSTERS)
-    hidden = draw(st.sampled_from((0.0, 0.5, 1.0)))
+    shares = st.sampled_from((0.0, 0.5, 1.0))
     ranks = draw(st.integers(1, cluster.num_devices))
     stride = draw(st.integers(1, max(1, (cluster.num_devices - 1) // max(1, ranks - 1))))
-    return tuple(replace(tier, hidden=hidden) for tier in cluster.tiers), Span(ranks, stride)
+    return tuple(replace(tier, hidden=draw(shares)) for tier in cluster.tiers), Span(ranks, stride)
 
 
 def bus_gb_per_s(kind, name, ranks, stride=1, num_bytes=GIB16, **how):

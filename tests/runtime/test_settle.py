@@ -28,11 +28,21 @@ def test_threads_of_a_rank_and_those_of_gloo_wait_for_their_turn() -> None:
         assert set(of_gloo) == {os.SCHED_BATCH}
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has this policy")
 def test_where_the_system_forbids_it_all_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    before = os.sched_getscheduler(0)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    settle()
-    assert os.sched_getscheduler(0) == before
+    main, *_ = json.loads(run_local(_policies, 1).check().results[0] or b"[]")
+    assert main == os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux has this policy")
+def test_a_chosen_policy_stays() -> None:
+    def work(world: World) -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        _policies(world)
+
+    main, *_ = json.loads(run_local(work, 1).check().results[0] or b"[]")
+    assert main == os.SCHED_IDLE

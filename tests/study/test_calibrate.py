@@ -35,7 +35,7 @@ LIKE = load_cluster("cpu-host").device
 
 
 def streams():
-    sizes = {name: [(rows * width,) for rows, width in STREAMS] for name in PER_ELEMENT_S}
+    sizes = {name: [(rows * width,) for rows, width in STREAMS["cpu"]] for name in PER_ELEMENT_S}
     sizes |= {"lookup": list(LOOKUPS), "logits": list(LOGITS)}
     for name, each in sizes.items():
         for size in each:

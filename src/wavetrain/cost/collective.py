@@ -127,8 +127,9 @@ def _ramped(transfer_s: Floats, ramp_s: Floats) -> Floats:
 
 def _pipelined(latency_s: Floats, transfer_s: Floats, group: tuple[Reach, ...]) -> Floats:
     ramped_s = _ramped(transfer_s, _worst(group, "ramp_s"))
-    hidden_s = _worst(group, "hidden") * np.minimum(latency_s, ramped_s)
-    return _worst(group, "start_s") + latency_s + ramped_s - hidden_s
+    shares = [np.where(r.crossed, r.tier.hidden, 1.0) for r in group]
+    hidden_s = reduce(np.minimum, shares) * np.minimum(latency_s, ramped_s)
+    return np.asarray(_worst(group, "start_s") + latency_s + ramped_s - hidden_s)
 
 
 def _only(allowed: bool | NDArray[np.bool_], time_s: Floats) -> Floats:

@@ -28,7 +28,7 @@ from wavetrain.schedule.schedules import SCHEDULES
 
 MOST_STATE_BYTES = 64
 LEAST, MOST = 1e-12, 1e30  # of any number in a cluster, but for these
-MOST_OF = {"count": MOST_NODES, "num_devices": 1_000_000, "size": 1_000_000}
+MOST_OF = {"count": MOST_NODES, "num_devices": 1_000_000, "size": 1_000_000, "hidden": 1.0}
 MAY_BE_0 = (
     *("host_w", "idle_w", "busy_w", "limit_w", "usd_per_hour", "inner_half", "vector_inner_half"),
     *("latency_s", "start_s", "ramp_s", "congestion", "pair_loss", "hidden", "multicast"),

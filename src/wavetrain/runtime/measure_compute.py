@@ -34,8 +34,12 @@ PASSES, QUICK_PASSES = 5, 3
 PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
 MOST_NARROW = 128 * 128  # inputs of a product in 16 bits: some processors take a hundred times as long as in 32
 WIDE_PRODUCTS = ((1024, 1024), (2048, 2048), (4096, 4096))  # what matrix units need to show their rate
-# rows, width; a step's tensors are in caches when they are used next, larger ones depend on what other hosts' do there
-STREAMS = ((64, 64), (64, 256), (256, 256), (256, 512), (512, 512))
+# rows, width; on a processor a step's tensors are in caches when they are used next, and larger ones take what other
+# programs leave
+STREAMS = {
+    "cpu": ((64, 64), (64, 256), (256, 256), (256, 512), (512, 512)),
+    "cuda": ((64, 64), (64, 256), (256, 256), (256, 512), (1024, 512)),
+}
 COPIES = {"cpu": (2**16, 2**18, 2**20), "cuda": (2**20, 2**22, 2**23, 2**26)}  # elements
 HEADS = ((1, 4, 64, 32), (2, 4, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64))  # batch, heads, length, head_dim
 LOOKUPS = ((128, 64), (512, 128), (1024, 256), (1024, 512))  # rows, width
@@ -90,15 +94,16 @@ def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> li
 
 
 def _seconds(case: Case, device: str) -> float:
-    """One pass of a case: the least of a few, so that an interruption of the process does not count."""
-    found = list[float]()
-    while sum(found) < case.least_s:
+    """One pass of a case: the least of a few, so that an interruption of the process does not count, or the median."""
+    found, spent = list[float](), 0.0
+    while spent < case.least_s:
         act = case.prepare()
         _wait(device)
         start = time.perf_counter()
         act()
         _wait(device)
         found.append(time.perf_counter() - start)
+        spent += found[-1]
     return median(found) if case.typical else min(found)
 
 
@@ -117,7 +122,7 @@ def _wait(device: str) -> None:
 def _cases(dtype: str, *, device: str, quick: bool) -> Iterator[Case]:
     for rows, width in product_sizes(dtype, device=device, quick=quick):
         yield from _products(rows, width, dtype)
-    for rows, width in ((64, 64), (256, 256)) if quick else STREAMS:
+    for rows, width in ((64, 64), (256, 256)) if quick else STREAMS[device]:
         yield from _streams(rows, width, dtype)
     for batch, heads, length, dim in ((1, 4, 64, 32), (1, 4, 256, 64)) if quick else HEADS:
         yield from _attention(batch, heads, length, dim, dtype)

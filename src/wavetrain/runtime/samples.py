@@ -20,7 +20,7 @@ class Sample:
 
     what: str  # gemm, norm-forward, all_gather, ...
     sizes: tuple[int, ...]  # rows, columns, inner; elements; bytes: as `what` has them
-    seconds: float  # a median over passes
+    seconds: float  # of one, over all passes
     dtype: str = "fp32"
     ranks: int = 1  # that did it together
     hosts: int = 1  # on which these are

@@ -24,7 +24,8 @@ _LARGEST = 2**30
 def settle() -> None:
     """For this process from now on, threads that it starts included; before it makes process groups.
 
-    Other systems and C libraries have no such calls, and some sandboxes forbid them: then all is as it was.
+    Other systems and C libraries have no such calls, and some sandboxes forbid them: then all is as it was. A policy
+    that somebody has chosen (`chrt`) stays.
     """
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
@@ -32,4 +33,5 @@ def settle() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
     with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

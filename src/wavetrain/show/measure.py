@@ -25,6 +25,7 @@ def document(
             "latency_s": own.latency_s,
             "start_s": own.start_s,
             "ramp_s": own.ramp_s,
+            "hidden": own.hidden,
             "shared_by": tier.sharers,
             "error_alone": residuals["network alone"][f"{tier.name} {own.kind}"],
         }

@@ -1,6 +1,6 @@
 """What whole steps take beyond operators and collectives: constants that are solved for when all others are known.
 
-Each of these laws is linear in its constant, or nearly so: a few predictions and one measurement give it.
+A step never gets shorter as one of these constants grows: it is enclosed by predictions, from both sides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from wavetrain.study.calibrate_network import LEAST_EFFICIENCY
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
 UNIT = 1e-3
 ENDLESS = 1e24  # per second
-SECANTS = 4
+MOST = 1e6  # of any constant, in its unit
+BISECTIONS = 24
 VISIBLE = 0.1  # of a step: what a share must be of to be found
 ROUNDS = 5  # of two constants of which each needs the other
 
@@ -96,15 +97,18 @@ def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample 
     def step_s(value: float) -> float:
         return simulate(case.plan(change(cluster, value))).step_s
 
-    none_s, value = step_s(0.0), UNIT
+    none_s = step_s(0.0)
     if change.is_share and step_s(1.0) - none_s < VISIBLE * seconds:
         return None  # a share of next to nothing
-    for _ in range(SECANTS):
-        slope = (step_s(value) - none_s) / value
-        if seconds <= none_s or slope <= 0:
-            return 0.0
-        value = (seconds - none_s) / slope
-    return value
+    low, high = 0.0, UNIT
+    while step_s(high) < seconds and high < MOST:
+        low, high = high, 2 * high
+    if seconds <= none_s or step_s(MOST) <= none_s:
+        return 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
+    return (low + high) / 2
 
 
 def _law(name: str) -> Change:
