@@ -35,9 +35,9 @@ from wavetrain.plan.check import check
 from wavetrain.plan.layout import Choice
 from wavetrain.plan.plan import OperatorChoice
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.measure_compute import lower_quartile
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.trainer import train
+from wavetrain.runtime.turns import lower_quartile
 from wavetrain.runtime.world import World
 from wavetrain.sim.predict import simulate
 

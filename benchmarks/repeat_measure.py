@@ -58,7 +58,13 @@ def constants(cluster: Cluster) -> dict[str, float]:
     for tier in cluster.tiers:
         for kind in tier.kinds:
             found[f"{kind.kind}, rate"] = kind.efficiency * tier.bytes_per_s
-            found[f"{kind.kind}, latency and start"] = kind.latency_s + kind.start_s
+            own = {
+                "latency": kind.latency_s,
+                "start": kind.start_s,
+                "ramp": kind.ramp_s,
+                "loss in pairs": kind.pair_loss,
+            }
+            found |= {f"{kind.kind}, {name}": value for name, value in own.items() if value}
     return found
 
 

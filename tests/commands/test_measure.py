@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from tests.conftest import Ran
 from wavetrain.cluster import load_cluster
 from wavetrain.cluster.laws import load_laws
 from wavetrain.commands.measure import write_measured
+from wavetrain.runtime.measure_network import FULL, QUICK
 from wavetrain.runtime.samples import Sample
 from wavetrain.study.calibrate import Calibrated
 
@@ -25,17 +27,28 @@ Run = Callable[..., Ran]
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Microbenchmarks that take no time, and a device that is known."""
 
-    def compute_samples(world, *, told, **_) -> list[Sample]:
-        told("gemm", 0.5)
-        return [Sample("gemm-forward", (64, 64, 64), 1.0 + world.rank)]
+    class Turns:
+        def __init__(self, *_, **__) -> None:
+            self.made = 0
+
+        def turn(self, told) -> None:
+            told("gemm", 0.5)
+            self.made += 1
+
+        def samples(self) -> list[Sample]:
+            return [Sample("gemm-forward", (64, 64, 64), 1.5)] * self.made
+
+    class NoTurns(Turns):
+        def samples(self) -> list[Sample]:
+            return []
 
     def calibrate_compute(samples, *, name, title, memory_bytes, like) -> Calibrated:
-        assert [sample.seconds for sample in samples] == [1.5], "the median over ranks; no sample of the network"
+        assert [sample.seconds for sample in samples] == [1.5], "of one turn; no sample of the network"
         device = replace(like, name=name, title=title, memory_bytes=memory_bytes, memory_bytes_per_s=1.23456789e10)
         return Calibrated(device, replace(load_laws(), gap_s=1e-6 / 3), {"gemm": 0.0123456})
 
-    monkeypatch.setattr("wavetrain.runtime.measure_compute.compute_samples", compute_samples)
-    monkeypatch.setattr("wavetrain.runtime.measure_steps.step_samples", lambda *_, **__: [])
+    monkeypatch.setattr("wavetrain.runtime.measure_compute.ComputeTurns", Turns)
+    monkeypatch.setattr("wavetrain.runtime.measure_steps.StepTurns", NoTurns)
     monkeypatch.setattr("wavetrain.study.calibrate.calibrate_compute", calibrate_compute)
     monkeypatch.setattr("wavetrain.study.calibrate_steps.in_whole_steps", lambda cluster, _: cluster)
 
@@ -98,6 +111,31 @@ def test_the_network_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = run("measure", "--local", "2", "--quick", "--network-only")
     assert again.code == 2, "a file of the usual name is not written over"
     assert "exists already" in again.err
+
+
+def test_what_ranks_exchange_has_two_turns_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor and not in a hurry; elsewhere there is one turn of all."""
+    from wavetrain.commands import measure as module
+
+    def named(name: str):
+        return lambda *given, **named: (name, next((word for word in given if isinstance(word, str)), named))
+
+    for where, name in (("compute", "ComputeTurns"), ("network", "NetworkTurns"), ("steps", "StepTurns")):
+        monkeypatch.setattr(f"wavetrain.runtime.measure_{where}.{name}", named(where))
+    world = SimpleNamespace(size=2)
+
+    def parts(device: str, turns: int, *, quick: bool = False, network_only: bool = False) -> list:
+        return module._parts(world, device, turns, quick=quick, network_only=network_only)
+
+    compute, network, together, alone, *again = parts("cpu", module.TURNS)
+    assert (together, alone, again) == (("steps", "together"), ("steps", "alone"), [network, together])
+    assert compute[1]["passes"] * module.TURNS == module.PASSES
+    assert network[1]["effort"] == FULL.part(module.EXCHANGES * module.TURNS)
+    assert [name for name, _ in parts("cuda", 1)] == ["compute", "network"]
+    assert parts("cuda", 1)[0][1]["passes"] == module.PASSES
+    assert [name for name, _ in parts("cpu", 1, quick=True)] == ["compute", "network", "steps", "steps"]
+    assert parts("cpu", 1, quick=True)[1][1]["effort"] == QUICK
+    assert [name for name, _ in parts("cpu", 1, network_only=True)] == ["network"]
 
 
 def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

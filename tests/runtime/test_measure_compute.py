@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from wavetrain.runtime import measure_compute as module
-from wavetrain.runtime.measure_compute import MOST_NARROW, PRODUCTS, WIDE_PRODUCTS, compute_samples, product_sizes
+from wavetrain.runtime.measure_compute import MOST_NARROW, PRODUCTS, WIDE_PRODUCTS, Case, ComputeTurns, product_sizes
+from wavetrain.runtime.progress import Progress
 
 
 class StoppedError(Exception):
@@ -22,7 +24,7 @@ def test_every_rank_computes_on_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(StoppedError):
-        compute_samples(SimpleNamespace(rank=7, local_rank=3), device="cuda", quick=True, told=lambda *_: None)
+        ComputeTurns(SimpleNamespace(rank=7, local_rank=3), device="cuda", quick=True, passes=1)
     assert chosen == [3]
 
 
@@ -48,3 +50,23 @@ def test_products_in_16_bits_are_small_on_processors_only(quick: bool) -> None:
     assert max(wide) >= WIDE_PRODUCTS[1]
     for device in ("cpu", "cuda"):
         assert set(PRODUCTS) == set(product_sizes("fp32", device=device, quick=False))
+
+
+def test_a_sample_is_the_lower_quartile_of_all_turns_and_the_lesser_median_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    took = iter([5.0, 1.0, 2.0, 9.0, 7.0, 3.0, 4.0, 8.0])  # rank 1's, then rank 0's
+    case = Case("gemm-forward", (1, 2, 3), lambda: lambda: None, 2)
+    monkeypatch.setattr(module, "_cases", lambda dtype, **_: [case] if dtype == "fp32" else [])
+    monkeypatch.setattr(module, "_copies", lambda *_, **__: [])
+    monkeypatch.setattr(module, "_seconds", lambda *_: next(took))
+    store, told, found = HashStore(), [], {}
+    for rank in (1, 0):
+        world = SimpleNamespace(rank=rank, size=2, store=store, progress=Progress(rank=rank))
+        turns = ComputeTurns(world, device="cpu", quick=True, passes=2)
+        turns.turn(lambda *words: told.append(words))
+        turns.turn(lambda *words: told.append(words))
+        (found[rank],) = turns.samples()
+    assert [share for _, share in told] == [0.0, 0.5] * 4
+    assert (found[1].seconds, found[0].seconds) == (2.0 / 2, 2.0 / 2), "of 1 2 5 9 and 3 4 7 8, halved"
+    assert (found[0].what, found[0].sizes) == (case.what, case.sizes)

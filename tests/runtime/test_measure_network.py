@@ -3,6 +3,8 @@
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,7 +18,18 @@ from wavetrain.cluster import Cluster, Group, Node, load_cluster
 from wavetrain.cost.collective import Collective, seconds
 from wavetrain.runtime import measure_network
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.measure_network import QUICK_SIZES, Effort, Hosts, Pass, hosts_of, network_samples
+from wavetrain.runtime.measure_network import (
+    MOST_S,
+    QUICK,
+    QUICK_SIZES,
+    Effort,
+    Hosts,
+    NetworkTurns,
+    Pass,
+    Shape,
+    hosts_of,
+    network_samples,
+)
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.samples import Sample
 from wavetrain.runtime.virtual import VirtualCluster, virtual_cluster
@@ -38,7 +51,7 @@ def given(work, ranks: int, run=run_local) -> list:
 
 
 def measured(world: World) -> list[dict]:
-    return [asdict(one) for one in network_samples(world, device="cpu", quick=True, told=lambda *_: None)]
+    return [asdict(one) for one in network_samples(world, quick=True)]
 
 
 def read(rows: list[dict]) -> list[Sample]:
@@ -126,15 +139,46 @@ def test_unequal_or_mixed_hosts_are_refused(monkeypatch: pytest.MonkeyPatch, nam
 
 
 def test_the_quicker_half_counts() -> None:
-    one = Pass("send", 4, 2, 1, lambda: None, took_s=[1.0, 9.0, 1.2, 50.0, 1.1, 8.0])
-    assert one.sample() == Sample("send", (4,), 1.1, "fp32", 2, 1)
+    assert measure_network._typical([1.0, 9.0, 1.2, 50.0, 1.1, 8.0]) == 1.1
+    assert measure_network._typical([7.0]) == 7.0
+    assert Shape("send", 4, 2, 1).sample(1.1) == Sample("send", (4,), 1.1, "fp32", 2, 1)
+
+
+def test_every_turn_opens_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And adds to what turns before have found, until they have taken long enough."""
+    opened = []
+
+    @contextmanager
+    def noted(world: World, device: str) -> Iterator[None]:
+        with groups(world, device):
+            opened.append(dist.group.WORLD)
+            yield
+
+    def work(world: World) -> list[int]:
+        turns, counts = NetworkTurns(world, device="cpu", effort=QUICK.part(3)), []
+        for most_s in (MOST_S, MOST_S, 1e-3):
+            monkeypatch.setattr(measure_network, "MOST_S", most_s)
+            turns.turn(lambda *_: None)
+            counts.append(max(map(len, turns._found.values())))
+        assert len(set(map(id, opened))) == len(opened) == 2
+        assert len(turns.samples()) == len(turns._found)
+        return counts
+
+    groups = measure_network._process_groups
+    monkeypatch.setattr(measure_network, "_process_groups", noted)
+    assert given(work, 2) == [[1, 2, 2]] * 2
+
+
+def test_a_part_of_an_effort_times_everything_once_at_least() -> None:
+    assert QUICK.part(1) == QUICK
+    assert [(QUICK.part(n).passes, QUICK.part(n).turns_s) for n in (2, 5)] == [(2, 1.5), (1, 0.6)]
 
 
 def test_larger_sizes_are_left_out_once_one_takes_too_long() -> None:
-    passes = [Pass("send", 4**k, 2, 1, lambda: None) for k in range(5)]
-    timer = SimpleNamespace(time=lambda one: one.num_bytes * 1.0)
+    passes = [Pass(Shape("send", 4**k, 2, 1), lambda: None) for k in range(5)]
+    timer = SimpleNamespace(time=lambda one: one.shape.num_bytes * 1.0)
     kept = measure_network._warmed([passes], timer, Effort(QUICK_SIZES, 1.0, pass_s=10.0))
-    assert [one.num_bytes for one in kept] == [1, 4, 16]
+    assert [one.shape.num_bytes for one in kept] == [1, 4, 16]
 
 
 def test_clocks_of_hosts_are_compared() -> None:

@@ -10,7 +10,7 @@ from wavetrain.cluster import Cluster, Group, Node, load_cluster, write_cluster
 from wavetrain.cluster.cluster import Achieved, Network, Tier
 from wavetrain.cost.collective import Collective, Span, seconds
 from wavetrain.runtime.samples import Sample
-from wavetrain.study.calibrate_network import KINDS, Constants, Joined, _achieved, calibrate_network, span_of
+from wavetrain.study.calibrate_network import HIDDEN, KINDS, Constants, Joined, _achieved, calibrate_network, span_of
 
 SIZES = tuple(2**k for k in (10, 13, 16, 18, 20, 22, 24))
 KIB, MIB = 2**10, 2**20
@@ -26,8 +26,10 @@ NCCL = {"send": achieved(1, 6, 12), "all_reduce": achieved(0.8, 3, 30, 60), "all
 NCCL |= {"reduce_scatter": achieved(0.75, 2.5, 30, 60)}
 
 
-def kinds(table: dict[str, list[float]]) -> tuple[Achieved, ...]:
-    return tuple(Achieved(kind, *values) for kind, values in table.items())
+def kinds(table: dict[str, list[float]], *, tree: bool = False) -> tuple[Achieved, ...]:
+    """Over gloo half of steps or transfers hides; a message has one step."""
+    hidden = {kind: 0.0 if tree or kind == "send" else HIDDEN for kind in table}
+    return tuple(replace(Achieved(kind, *values), hidden=hidden[kind]) for kind, values in table.items())
 
 
 def cluster_of(joined: Joined, devices: int, hosts: int) -> Cluster:
@@ -36,8 +38,8 @@ def cluster_of(joined: Joined, devices: int, hosts: int) -> Cluster:
 
 
 def true_cluster(devices: int, hosts: int, inside: dict, *, tree: bool = False) -> Cluster:
-    tiers = (Tier("host", devices, 4e9, 30e-6, tree=tree, kinds=kinds(inside)),) if devices > 1 else ()
-    network = Network("net", 1, 3e8, 80e-6, tree=tree, kinds=kinds(GLOO)) if hosts > 1 else None
+    tiers = (Tier("host", devices, 4e9, 30e-6, tree=tree, kinds=kinds(inside, tree=tree)),) if devices > 1 else ()
+    network = Network("net", 1, 3e8, 80e-6, tree=tree, kinds=kinds(GLOO, tree=tree)) if hosts > 1 else None
     return cluster_of(Joined(tiers, network, {}), devices, hosts)
 
 
@@ -113,12 +115,10 @@ def test_pairs_that_are_slower_are_found_to_be() -> None:
     assert set(found.values()) == {0.0}
 
 
-@pytest.mark.parametrize("hidden", [0.0, 1.0])
-def test_steps_that_pass_beside_transfers_are_found_to(hidden: float) -> None:
-    """And where they do not, nothing of the kind is found."""
-    beside = {kind: [*values, 0.0, hidden if kind != "send" else 0.0] for kind, values in GLOO.items()}
-    truth = true_cluster(4, 1, beside)
-    joined = calibrate_network(made(truth, noise=0.03, seed=0), devices=4, hosts=1, tree=False)
+@pytest.mark.parametrize(("tree", "hidden"), [(False, HIDDEN), (True, 0.0)])
+def test_what_steps_and_transfers_hide_is_known_from_what_carries_them(tree: bool, hidden: float) -> None:
+    truth = true_cluster(4, 1, GLOO, tree=tree)
+    joined = calibrate_network(made(truth, noise=0.03, seed=0), devices=4, hosts=1, tree=tree)
     found = {one.kind: one.hidden for one in joined.tiers[0].kinds}
     assert found.pop("send") == 0.0
     assert set(found.values()) == {hidden}

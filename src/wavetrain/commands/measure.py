@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,12 +19,16 @@ from wavetrain.commands.shared import AsJson, show, writing
 if TYPE_CHECKING:
     from wavetrain.cluster import Cluster
     from wavetrain.runtime.samples import Sample
+    from wavetrain.runtime.turns import Turns
     from wavetrain.runtime.world import Place, World
 
 MOST_LOCAL = 512
 USUAL_FILE = Path("cluster.yaml")
 TELL_S = 2.0  # between words about progress
 PATIENCE_S = 300.0
+TURNS = 4  # of all parts, on a processor: its neighbours come and go within seconds
+EXCHANGES = 2  # in a turn
+PASSES, QUICK_PASSES = 4, 3  # over all operators
 BUSY_SHARE = 0.25  # of the cores, in use by other programs: worth a word
 
 
@@ -170,29 +173,39 @@ def found_of(made: dict[str, Any]) -> Found:
 def on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> dict[str, Any]:
     """All ranks measure together; what rank 0 returns is of all of them."""
     from wavetrain.runtime.machine import machine
-    from wavetrain.runtime.measure_network import hosts_of, network_samples
-    from wavetrain.runtime.measure_steps import step_samples
+    from wavetrain.runtime.measure_network import hosts_of
+    from wavetrain.runtime.turns import in_turns
 
     told, hosts = _Teller(world.rank), hosts_of(world)
-    samples = [] if network_only else _computed(world, device, quick, told)
-    samples += network_samples(world, device=device, quick=quick, told=told)
-    if not network_only and device == "cpu":  # the runtime's own steps
-        samples += step_samples(world, quick=quick, told=told)
+    turns = 1 if quick or network_only or device == "cuda" else TURNS
+    samples = in_turns(_parts(world, device, turns, quick=quick, network_only=network_only), turns, told)
     told.finish()
     here = asdict(machine(device, ranks=hosts.each))
     return {"samples": [asdict(sample) for sample in samples], "hosts": hosts.count, "each": hosts.each} | here
 
 
-def _computed(world: World, device: str, quick: bool, told: _Teller) -> list[Sample]:
-    """The median over ranks, on rank 0; what the other ranks return is their own."""
-    from wavetrain.runtime.measure_compute import compute_samples
+def _parts(world: World, device: str, turns: int, *, quick: bool, network_only: bool) -> list[Turns]:
+    """What is measured, in its order within a turn; steps are the runtime's own, which is for processors.
 
-    own = compute_samples(world, device=device, quick=quick, told=told)
-    world.store.set(f"measure-compute/{world.rank}", json.dumps([sample.seconds for sample in own]))
-    if world.rank != 0:
-        return own
-    rows = [json.loads(world.store.get(f"measure-compute/{rank}")) for rank in range(world.size)]
-    return [replace(one, seconds=median(row)) for one, row in zip(own, zip(*rows, strict=True), strict=True)]
+    What ranks exchange varies most: of several turns each has it twice.
+    """
+    from wavetrain.runtime.measure_compute import ComputeTurns
+    from wavetrain.runtime.measure_network import FULL, QUICK, NetworkTurns
+    from wavetrain.runtime.measure_steps import StepTurns
+    from wavetrain.runtime.samples import joint_cases, lone_cases
+
+    again = EXCHANGES if turns > 1 else 1
+    network = NetworkTurns(world, device=device, effort=(QUICK if quick else FULL).part(turns * again))
+    if network_only:
+        return [network]
+    passes = -(-(QUICK_PASSES if quick else PASSES) // turns)
+    compute = ComputeTurns(world, device=device, quick=quick, passes=passes)
+    if device != "cpu":
+        return [compute, network]
+    lone = StepTurns(world, "alone", lone_cases(quick=quick))
+    joint = StepTurns(world, "together", joint_cases(world.size))
+    exchanged: list[Turns] = [network, joint]
+    return [compute, *exchanged, lone, *exchanged * (again - 1)]
 
 
 class _Teller:

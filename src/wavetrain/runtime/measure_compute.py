@@ -2,59 +2,53 @@
 
 An operator is timed as a chain of several, each with weights of its own, under autograd: in training, too, weights have
 left the caches when they are used again, outputs are new memory, and a backward visits its nodes one by one. All chains
-take turns in several passes, and the lower quartile over passes counts: whatever disturbs a machine makes it slower.
+take turns in several passes, and the lower quartile over passes counts: whatever disturbs a machine makes it slower,
+and so does a first time.
 Ranks of one host measure at the same time, since that is how they will train.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median_low
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
 from torch import Tensor, nn
 
 from wavetrain.runtime.learn import AdamW, Held, clip, optimizer_of
-from wavetrain.runtime.samples import Sample, Small
+from wavetrain.runtime.samples import MODELS, QUICK_MODELS, TRAINED, Sample
 from wavetrain.runtime.settle import settle
 from wavetrain.runtime.stages import Stage, cut_into_stages, materialize, sum_of_losses
 from wavetrain.runtime.transformer import Rotary, parts_of
+from wavetrain.runtime.turns import Told, lower_quartile
 from wavetrain.runtime.world import World
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTH = 4  # operators in a chain
 LEAST_S = 0.004  # of one timed pass of a chain: shorter ones are repeated
-LEAST_MODEL_S = 0.03  # many small kernels: as they usually are, since all rates are scaled to these
-LEAST_COPY_S = 0.05  # ranks of a host share its memory: the least of so many copies is one that no other's met
-PASSES, QUICK_PASSES = 5, 3
+LEAST_COPY_S = 0.03  # ranks of a host share its memory: the least of so many copies is one that no other's met
 PRODUCTS = ((32, 64), (32, 256), (128, 64), (128, 128), (128, 512), (256, 256), (512, 128), (512, 512), (1024, 256))
+MOST_OBLONG = 256 * 256  # inputs of a product with four times as many outputs: larger ones take long
 MOST_NARROW = 128 * 128  # inputs of a product in 16 bits: some processors take a hundred times as long as in 32
 WIDE_PRODUCTS = ((1024, 1024), (2048, 2048), (4096, 4096))  # what matrix units need to show their rate
 # rows, width; on a processor a step's tensors are in caches when they are used next, and larger ones take what other
 # programs leave
 STREAMS = {
-    "cpu": ((64, 64), (64, 256), (256, 256), (256, 512), (512, 512)),
+    "cpu": ((64, 64), (64, 256), (128, 256), (256, 256)),
     "cuda": ((64, 64), (64, 256), (256, 256), (256, 512), (1024, 512)),
 }
 COPIES = {"cpu": (2**16, 2**18, 2**20), "cuda": (2**20, 2**22, 2**23, 2**26)}  # elements
 HEADS = ((1, 4, 64, 32), (2, 4, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64))  # batch, heads, length, head_dim
 LOOKUPS = ((128, 64), (512, 128), (1024, 256), (1024, 512))  # rows, width
-LOGITS = ((128, 512), (128, 4096), (512, 4096), (256, 16384))  # rows, vocabulary
-MODELS = (
-    Small(2, 64, 2, 512, 64, 2),
-    Small(2, 256, 4, 2048, 128, 2),
-    Small(2, 128, 2, 1024, 64, 2),
-    Small(1, 512, 8, 4096, 128, 2),
-    Small(2, 192, 3, 512, 256, 1),
-)
+LOGITS = ((128, 512), (64, 2048), (128, 2048), (128, 4096))  # rows, vocabulary
 SMALL_VOCABULARY = 256  # where looking up is not hidden by a gradient as large as the table
 
 Timed = Callable[[], object]
-Told = Callable[[str, float], None]  # what is measured now, and the share that is done
 
 
 @dataclass(frozen=True)
@@ -67,34 +61,46 @@ class Case:
     count: int
     dtype: str = "fp32"
     least_s: float = LEAST_S
-    typical: bool = False  # the median counts, not the least
 
 
-def compute_samples(world: World, *, device: str, quick: bool, told: Told) -> list[Sample]:
-    """Time all cases on this rank's device."""
-    if device == "cuda":
-        torch.cuda.set_device(world.local_rank)  # else all ranks of a host share its first
-    settle()
-    found: dict[Case, list[float]] = {}
-    with torch.device(device):
-        cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
-        cases += [*_copies(device, quick=quick), *_optimizers(quick=quick), *_models(device=device, quick=quick)]
-    passes = QUICK_PASSES if quick else PASSES
-    for number in range(passes + 1):  # the first warms up
-        for at, case in enumerate(cases):
-            world.progress.computing(number, case.what)
-            told(case.what, (number * len(cases) + at) / ((passes + 1) * len(cases)))
-            seconds = _seconds(case, device)
-            if number:
-                found.setdefault(case, []).append(seconds)
-    return [
-        Sample(case.what, case.sizes, (median if case.typical else lower_quartile)(seconds) / case.count, case.dtype)
-        for case, seconds in found.items()
-    ]
+class ComputeTurns:
+    """All cases on this rank's device, some passes in each turn."""
+
+    def __init__(self, world: World, *, device: str, quick: bool, passes: int) -> None:
+        self._world, self._device, self._passes = world, device, passes
+        if device == "cuda":
+            torch.cuda.set_device(world.local_rank)  # else all ranks of a host share its first
+        settle()
+        with torch.device(device):
+            cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
+            cases += _copies(device, quick=quick)
+            if device != "cpu":  # there the runtime's own steps have them
+                cases += [*_optimizers(quick=quick), *_models(device=device, quick=quick)]
+        self._found: dict[Case, list[float]] = {case: [] for case in cases}
+
+    def turn(self, told: Told) -> None:
+        total = self._passes * len(self._found)
+        for number in range(self._passes):
+            for at, (case, seconds) in enumerate(self._found.items()):
+                self._world.progress.computing(number, case.what)
+                told(case.what, (number * len(self._found) + at) / total)
+                seconds.append(_seconds(case, self._device))
+
+    def samples(self) -> list[Sample]:
+        """The lesser median over ranks, on rank 0; what the other ranks return is their own.
+
+        Where tensors lie doubles what some operators take, in one process and not in the next.
+        """
+        world, own = self._world, [lower_quartile(took) / case.count for case, took in self._found.items()]
+        world.store.set(f"measure-compute/{world.rank}", json.dumps(own))
+        ranks = range(world.size) if world.rank == 0 else [world.rank]
+        rows = [json.loads(world.store.get(f"measure-compute/{rank}")) for rank in ranks]
+        columns = zip(self._found, zip(*rows, strict=True), strict=True)
+        return [Sample(case.what, case.sizes, median_low(column), case.dtype) for case, column in columns]
 
 
 def _seconds(case: Case, device: str) -> float:
-    """One pass of a case: the least of a few, so that an interruption of the process does not count, or the median."""
+    """One pass of a case: the least of a few, so that an interruption of the process does not count."""
     found, spent = list[float](), 0.0
     while spent < case.least_s:
         act = case.prepare()
@@ -104,11 +110,7 @@ def _seconds(case: Case, device: str) -> float:
         _wait(device)
         found.append(time.perf_counter() - start)
         spent += found[-1]
-    return median(found) if case.typical else min(found)
-
-
-def lower_quartile(seconds: list[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
+    return min(found)
 
 
 def _wait(device: str) -> None:
@@ -120,15 +122,18 @@ def _wait(device: str) -> None:
 
 
 def _cases(dtype: str, *, device: str, quick: bool) -> Iterator[Case]:
+    """Streams are bytes, whatever is in them: those of the format that is trained stand for all."""
     for rows, width in product_sizes(dtype, device=device, quick=quick):
         yield from _products(rows, width, dtype)
-    for rows, width in ((64, 64), (256, 256)) if quick else STREAMS[device]:
-        yield from _streams(rows, width, dtype)
     for batch, heads, length, dim in ((1, 4, 64, 32), (1, 4, 256, 64)) if quick else HEADS:
         yield from _attention(batch, heads, length, dim, dtype)
+    if dtype != TRAINED:
+        return
+    for rows, width in ((64, 64), (256, 256)) if quick else STREAMS[device]:
+        yield from _streams(rows, width, dtype)
     for rows, width in ((128, 64), (512, 128)) if quick else LOOKUPS:
         yield from _lookup(rows, width, dtype)
-    for rows, vocab in ((128, 512), (256, 4096)) if quick else LOGITS:
+    for rows, vocab in ((128, 512), (128, 2048)) if quick else LOGITS:
         yield from _logits(rows, vocab, dtype)
 
 
@@ -177,7 +182,7 @@ def _source(*sizes: int, dtype: str) -> Tensor:
 
 def _products(rows: int, width: int, dtype: str) -> Iterator[Case]:
     """Square and oblong linear layers, with and without the gradients of their weights."""
-    for outputs in (width, 4 * width):
+    for outputs in (width, 4 * width) if rows * width <= MOST_OBLONG else (width,):
         shapes = [(width, outputs), (outputs, width)] * (LENGTH // 2)
         for learns in (True, False):
             layers = [nn.Linear(k, n, dtype=FORMATS[dtype]).requires_grad_(learns) for k, n in shapes]
@@ -246,8 +251,8 @@ class _Looked(nn.Module):
 
 
 def _models(*, device: str, quick: bool) -> Iterator[Case]:
-    """Small models as training runs them, where every operator meets cold caches: sizes as in `Small`."""
-    for small in MODELS[:2] if quick else MODELS:
+    """Small models, where every operator meets cold caches."""
+    for small in QUICK_MODELS if quick else MODELS:
         stages = cut_into_stages(parts_of(small.model()), (small.layers,), [0])
         materialize(stages, seed=0, device=device)
         stage, tokens = stages[0], torch.randint(small.vocab, (small.batch, small.length))
@@ -256,8 +261,7 @@ def _models(*, device: str, quick: bool) -> Iterator[Case]:
         def run(tokens: Tensor, stage: Stage = stage, target: Tensor = target) -> Tensor:
             return stage(tokens, target)  # type: ignore[no-any-return]
 
-        for case in _chain("model", tuple(small), [run], tokens, "fp32", list(stage.parameters())):
-            yield replace(case, least_s=LEAST_MODEL_S, typical=True)
+        yield from _chain(small.family, small.sizes, [run], tokens, "fp32", list(stage.parameters()))
 
 
 def _copies(device: str, *, quick: bool) -> Iterator[Case]:

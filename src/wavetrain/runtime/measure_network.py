@@ -4,8 +4,8 @@ Every pass begins on all ranks at a common moment; messages count until the last
 collective follows another, out of step: two ranks that send to each other begin together only once, and from then on
 hold up each other's acknowledgments. So of collectives several follow each other, and the first and the last do not
 count. Groups that would be busy at once in training are: all pairs of a host, all rings over hosts. Passes of all kinds
-and sizes take turns, so that what else happens on the machine falls on all of them alike; a sample is the median of the
-quicker half of its passes.
+and sizes take turns, so that what else happens on the machine falls on all of them alike; of each the median of the
+quicker half of its passes counts, of the quickest turn.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,22 +34,29 @@ from wavetrain.runtime.samehost import open_same_host
 from wavetrain.runtime.samples import Sample
 from wavetrain.runtime.settle import settle
 from wavetrain.runtime.transport import FORWARD, Grouped, Message, Transport, open_links, ordered, tagged
+from wavetrain.runtime.turns import Told
 from wavetrain.runtime.world import World, gloo_group
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore
+else:
+    from torch.distributed import PrefixStore
 
 # the calls of FSDP2, under the names that torch has for them from 2.13 on
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Told = Callable[[str, float], None]  # what is being done, and the share of all that is done
 ELEMENT_BYTES = 4  # fp32
 SIZES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
 MOST_NEAR = 4 * MIB  # of messages through memory: what caches hold
 QUICK_SIZES = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB)
-LEAST_PASSES, MOST_PASSES = 3, 60
+MOST_PASSES = 60
+LEAST_COUNTED = 3  # of fewer passes all count, not their quicker half
 LEAST_AHEAD_S, MOST_AHEAD_S = 0.5e-3, 20e-3  # from the word to start until the start
 SMALL_S = 2e-3  # shorter passes are repeated within a turn
-SHORT_S = 10e-3
-FEW, MANY = 2, 6  # collectives that count in a pass: long ones, short ones
+SHORT_S = 8e-3  # a pass that several short collectives fill
+FEW, MANY = 3, 20  # collectives that count in a pass: long ones, short ones
 PATIENCE_S = 300.0
+MOST_S = 20.0  # after which no further turn begins
 PAIR = 2  # hosts
 
 
@@ -59,6 +67,11 @@ class Effort:
     sizes: tuple[int, ...]
     turns_s: float  # for turns, after the first
     pass_s: float  # a kind's next size is left out where a pass took longer
+    passes: int = 3  # at least
+
+    def part(self, count: int) -> Effort:
+        """Of so many turns one."""
+        return replace(self, turns_s=self.turns_s / count, passes=-(-self.passes // count))
 
 
 FULL = Effort(SIZES, turns_s=10.0, pass_s=0.1)
@@ -73,6 +86,18 @@ class Hosts:
     each: int
 
 
+class Shape(NamedTuple):
+    """What is timed, and between how many."""
+
+    what: str
+    num_bytes: int
+    ranks: int
+    hosts: int
+
+    def sample(self, seconds: float) -> Sample:
+        return Sample(self.what, (self.num_bytes,), seconds, "fp32", self.ranks, self.hosts)
+
+
 @dataclass
 class Pass:
     """Something to time; `ready` runs before the common start, `act` from then on; `starts`: not by receiving.
@@ -80,21 +105,12 @@ class Pass:
     `counted`: how many in between a first and a last one that are not; 0: there is one, which is.
     """
 
-    what: str
-    num_bytes: int
-    ranks: int
-    hosts: int
+    shape: Shape
     act: Callable[[], object]
     ready: Callable[[], object] = lambda: None
     starts: bool = True
     counted: int = 0
     took_s: list[float] = field(default_factory=list)
-
-    def sample(self) -> Sample:
-        """The median of the quicker half of its passes: other programs only ever lengthen one."""
-        quicker = sorted(self.took_s)[: max(LEAST_PASSES, -(-len(self.took_s) // 2))]
-        seconds = statistics.median(quicker)
-        return Sample(self.what, (self.num_bytes,), seconds, "fp32", self.ranks, self.hosts)
 
 
 def hosts_of(world: World) -> Hosts:
@@ -110,20 +126,58 @@ def hosts_of(world: World) -> Hosts:
     return Hosts(len(order), each)
 
 
-def network_samples(world: World, *, device: str, quick: bool, told: Told) -> list[Sample]:
-    """Samples of all kinds, sizes and groups, the same on all ranks, which call this together; none for one rank."""
-    hosts = hosts_of(world)
-    if world.size == 1:
-        return []
-    settle()
-    sharpen_timer()
-    effort = QUICK if quick else FULL
-    with _process_groups(world, device):
-        timer = _Timer(world, hosts, device)
-        passes = _warmed(_kinds(world, hosts, device, effort), timer, effort)
-        _take_turns(passes, timer, effort, told)
-        timer.together()  # nobody leaves while another still listens
-    return [one.sample() for one in passes]
+class NetworkTurns:
+    """All kinds, sizes and groups, over connections that are new with every turn; nothing where there is one rank.
+
+    All ranks take turns together, and have the same samples.
+    """
+
+    def __init__(self, world: World, *, device: str, effort: Effort) -> None:
+        self._world, self._device, self._effort = world, device, effort
+        self._hosts = hosts_of(world)
+        self._found: dict[Shape, list[float]] = {}
+        self._number, self._ahead_s, self._spent_s = 0, 0.0, 0.0
+
+    def turn(self, told: Told) -> None:
+        if self._world.size == 1 or not self._has_time():
+            return
+        begun = time.monotonic()
+        settle()
+        sharpen_timer()
+        self._number += 1
+        world = replace(self._world, store=PrefixStore(f"network/{self._number}", self._world.store))
+        with _process_groups(world, self._device):
+            timer = _Timer(world, self._hosts, self._device, ahead_s=self._ahead_s)
+            self._ahead_s = timer.ahead_s
+            passes = _warmed(_kinds(world, self._hosts, self._device, self._effort), timer, self._effort)
+            _take_turns(passes, timer, self._effort, told)
+            timer.together()  # nobody leaves while another still listens
+        for one in passes:
+            self._found.setdefault(one.shape, []).append(_typical(one.took_s))
+        self._spent_s += time.monotonic() - begun
+
+    def _has_time(self) -> bool:
+        """Whether rank 0 thinks so: over slow links warming up alone takes seconds."""
+        key, store = f"network-again/{self._number}", self._world.store
+        if self._world.rank == 0:
+            store.set(key, str(int(self._spent_s < MOST_S)))
+        return store.get(key) == b"1"
+
+    def samples(self) -> list[Sample]:
+        """Of the quickest turn: for seconds on end all that two cores exchange may take twice as long."""
+        return [shape.sample(min(took)) for shape, took in self._found.items()]
+
+
+def network_samples(world: World, *, quick: bool) -> list[Sample]:
+    """What gloo's network alone is like: samples of one long turn."""
+    turns = NetworkTurns(world, device="cpu", effort=QUICK if quick else FULL)
+    turns.turn(lambda *_: None)
+    return turns.samples()
+
+
+def _typical(took_s: Sequence[float]) -> float:
+    """The median of the quicker half of a turn's passes: other programs only ever lengthen one."""
+    return statistics.median(sorted(took_s)[: max(LEAST_COUNTED, -(-len(took_s) // 2))])
 
 
 @contextmanager
@@ -197,7 +251,7 @@ def _collective(what: str, ring: Ring, size: int, full: Tensor, part: Tensor) ->
         "all_gather": partial(_gather, whole, own, group=ring.group),
         "reduce_scatter": partial(_reduce_scatter, own, whole, group=ring.group),
     }
-    return Pass(what, whole.nbytes, ring.ranks, ring.hosts, acts[what], counted=FEW)
+    return Pass(Shape(what, whole.nbytes, ring.ranks, ring.hosts), acts[what], counted=FEW)
 
 
 def _sends(world: World, hosts: Hosts, step: int, full: Tensor, sizes: Sequence[int], *, memory: bool) -> list[Pass]:
@@ -208,7 +262,7 @@ def _sends(world: World, hosts: Hosts, step: int, full: Tensor, sizes: Sequence[
 
     def one(number: int, size: int) -> Pass:
         tensor, message = full[: size // ELEMENT_BYTES], Message(FORWARD, 0, number)
-        told = Pass("send", tensor.nbytes, 2, 1 if step < hosts.each else 2, lambda: None)
+        told = Pass(Shape("send", tensor.nbytes, 2, 1 if step < hosts.each else 2), lambda: None)
         if world.rank in sent:
             told.act = partial(_send, carrier, message, sent[world.rank], tensor)
         elif world.rank in received:
@@ -240,13 +294,14 @@ def _carrier(
 class _Timer:
     """Starts passes on all ranks at one moment."""
 
-    def __init__(self, world: World, hosts: Hosts, device: str) -> None:
+    def __init__(self, world: World, hosts: Hosts, device: str, *, ahead_s: float) -> None:
+        """`ahead_s`: from the word to start until the start, as an earlier timer found it; 0: it is found."""
         self._world = world
         self._settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._crowded = device != "cuda" and hosts.each > len(os.sched_getaffinity(0))
-        self._ahead_s = MOST_AHEAD_S
+        self.ahead_s = MOST_AHEAD_S
         self._shift_s = _clock_shift(world)
-        self._ahead_s = self._needed_ahead()
+        self.ahead_s = ahead_s or self._needed_ahead()
 
     def together(self) -> None:
         dist.all_reduce(torch.zeros(1))
@@ -258,7 +313,7 @@ class _Timer:
         """
         self._world.progress.together()
         one.ready()
-        start = torch.tensor([self._now() + self._ahead_s], dtype=torch.float64)
+        start = torch.tensor([self._now() + self.ahead_s], dtype=torch.float64)
         dist.broadcast(start, 0)
         self._await(start.item())
         one.took_s.append(self._average(one) if one.counted else self._latest(one, start.item()))
@@ -302,7 +357,7 @@ class _Timer:
 
     def _needed_ahead(self) -> float:
         """Long enough for the word to start to reach all ranks nearly always."""
-        empty = Pass("nothing", 0, 1, 1, lambda: None)
+        empty = Pass(Shape("nothing", 0, 1, 1), lambda: None)
         reached = []
         for _ in range(20):
             self.time(empty)
@@ -365,7 +420,7 @@ def _warmed(kinds: list[list[Pass]], timer: _Timer, effort: Effort) -> list[Pass
             took_s = timer.time(one)  # the same on all ranks
             if took_s < SHORT_S:
                 took_s = min(timer.time(one) for _ in range(2))
-                one.counted = MANY if one.counted else 0
+                one.counted = min(MANY, max(FEW, int(SHORT_S / took_s))) if one.counted else 0
             elif took_s > effort.pass_s:  # the first may open a connection
                 took_s = min(took_s, timer.time(one))
             one.took_s.clear()
@@ -379,7 +434,7 @@ def _take_turns(passes: list[Pass], timer: _Timer, effort: Effort, told: Told) -
     begun = time.monotonic()
     for turn in range(MOST_PASSES):
         share = min(1.0, (time.monotonic() - begun) / effort.turns_s)
-        if turn >= LEAST_PASSES and not timer.all_agree(share < 1.0):
+        if turn >= effort.passes and not timer.all_agree(share < 1.0):
             break
         told("network", share)
         for one in passes if turn % 2 else reversed(passes):

@@ -1,70 +1,141 @@
 """Whole steps of small models through the runtime itself: what no operator and no collective takes alone.
 
-Beside compute and messages a step makes a batch, agrees on a loss, hands results from action to action; FSDP2 prepares
-each gather. Those are told from the rest when the laws of operators and collectives are known.
+By itself each rank trains models of several sizes: what actions take where every operator meets cold caches, and what a
+step takes around them, with a batch, a loss, an optimizer. Together ranks send nothing but messages, reduce gradients
+and shard, which shows what is left to say of their collectives, beside the same models on each rank alone.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import chain
+from statistics import mean, median
+from typing import TYPE_CHECKING, NamedTuple
 
 from wavetrain.runtime.chunk import Durations
 from wavetrain.runtime.emulator import Emulator
+from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
-from wavetrain.runtime.measure_compute import Told, lower_quartile
-from wavetrain.runtime.samples import EMPTY, TINY, WIDE, Sample, StepCase, step_cases
+from wavetrain.runtime.samples import (
+    AGAIN,
+    BACKWARD,
+    EMPTY,
+    FEW,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTED,
+    REST,
+    Sample,
+    StepCase,
+)
 from wavetrain.runtime.settle import settle
+from wavetrain.runtime.spent import ACCOUNT
+from wavetrain.runtime.turns import Told, lower_quartile
 from wavetrain.runtime.world import World, gloo_group
 from wavetrain.schedule import SCHEDULES, Shape, add_communication
+from wavetrain.schedule.action import Action, Kind
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore
 else:
     from torch.distributed import PrefixStore
 
-PASSES = 5
-STEPS = {TINY.hidden: 36, WIDE.hidden: 10}  # a tiny step takes some ten milliseconds, and varies more
-QUICK_STEPS = 6
+FIRST = 1  # steps that do not count: memory is found, kernels are chosen
+STEPS = ((64, 16), (128, 10), (512, 3))  # that count in a turn, of models up to a width
+STEPS_TOGETHER = ((64, 16), (512, 5))  # of those that are compared with steps of several ranks too
 PATIENCE_S = 300.0
+WHOLE = ""
 
 
-def step_samples(world: World, *, quick: bool, told: Told) -> list[Sample]:
-    """Every case's step, from the end of one to the end of the next. All ranks call this together and get the same."""
-    settle()
-    cases, passes = step_cases(world.size), 1 if quick else PASSES
-    found: dict[StepCase, list[float]] = {}
-    for number, case in enumerate(cases * passes):  # in turns: what disturbs one pass of a case does not disturb all
-        told(case.what, number / len(cases) / passes)
-        with _own_keys(world, f"steps/{number}") as own, gloo_group(own, timeout_s=PATIENCE_S):
-            found.setdefault(case, []).extend(_seconds(case, own, QUICK_STEPS if quick else STEPS[case.small.hidden]))
-    world.store.set(f"steps-took/{world.rank}", json.dumps([lower_quartile(took) for took in found.values()]))
-    rows = [json.loads(world.store.get(f"steps-took/{rank}")) for rank in range(world.size)]
-    slowest = (float(max(column)) for column in zip(*rows, strict=True))
-    return [Sample(case.what, case.sizes, took, ranks=world.size) for case, took in zip(found, slowest, strict=True)]
+class StepTurns:
+    """The steps of some cases. All ranks take turns together, and have the same samples in the end."""
+
+    def __init__(self, world: World, name: str, cases: Sequence[StepCase]) -> None:
+        self._world, self._name, self._cases = world, name, cases
+        self._found: dict[tuple[StepCase, str], list[list[float]]] = {}
+        self._number = 0
+
+    def turn(self, told: Told) -> None:
+        settle()
+        for at, case in enumerate(self._cases):
+            told(case.what, at / len(self._cases))
+            self._number += 1
+            with self._own(case) as world, gloo_group(world, timeout_s=PATIENCE_S):
+                for phase, seconds in _phases(case, world).items():
+                    self._found.setdefault((case, phase), []).append(seconds)
+
+    def samples(self) -> list[Sample]:
+        """Of phases the median over ranks, of whole steps the slowest."""
+        world, key = self._world, f"steps-took/{self._name}"
+        own = [_typical(phase, turns) for (_, phase), turns in self._found.items()]
+        world.store.set(f"{key}/{world.rank}", json.dumps(own))
+        rows = [json.loads(world.store.get(f"{key}/{rank}")) for rank in range(world.size)]
+        found = []
+        for (case, phase), column in zip(self._found, zip(*rows, strict=True), strict=True):
+            if phase != WHOLE:
+                found.append(case.small.sample(phase, median(column)))
+            else:
+                found.append(Sample(case.what, case.sizes, max(column), ranks=case.ranks))
+        return found
+
+    @contextmanager
+    def _own(self, case: StepCase) -> Iterator[World]:
+        """The world of a case, with a part of the store for itself; alone, a rank has a world of one."""
+        world, name = self._world, f"steps/{self._name}/{self._number}"
+        if case.ranks > 1:
+            yield replace(world, store=PrefixStore(name, world.store))
+        else:
+            alone = replace(world.place, rank=0, size=1)
+            yield replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
 
 
-@contextmanager
-def _own_keys(world: World, name: str) -> Iterator[World]:
-    """The same world with a part of the store for itself."""
-    yield replace(world, store=PrefixStore(name, world.store))
+def _typical(phase: str, turns: Sequence[list[float]]) -> float:
+    """The lower quartile of steps; of whole ones that of the quickest turn (see `NetworkTurns`)."""
+    return min(map(lower_quartile, turns)) if phase == WHOLE else lower_quartile(list(chain.from_iterable(turns)))
 
 
-def _seconds(case: StepCase, world: World, steps: int) -> list[float]:
-    """Of all steps after the second, on this rank."""
+class _Step(NamedTuple):
+    """One step as it happened."""
+
+    moments: list[Moment]
+    seconds: float
+    learning_s: float  # in the optimizer
+
+
+def _phases(case: StepCase, world: World) -> dict[str, list[float]]:
+    """Seconds of all steps that count, on this rank: whole, or where each rank is alone by phase."""
     plan = case.plan()
     layout = plan.layout
     order = SCHEDULES[layout.schedule].order(Shape(layout.pp, layout.num_microbatches))
-    job, nothing = Job(plan=plan, actions=add_communication(order), steps=steps, clip=1.0), Durations(0.0, 0.0, 0.0)
+    job, nothing = Job(plan=plan, actions=add_communication(order), steps=1, clip=1.0), Durations(0.0, 0.0, 0.0)
     idle = replace(job, emulated=(nothing,) * order.placement.num_stages)
-    runner, ends = Emulator(idle, world) if case.what == EMPTY else Learner(job, world), []
-    for step in range(steps):
-        runner.step(step)
-        ends.append(time.perf_counter())
-    return [b - a for a, b in pairwise(ends)][1:]
+    runner = Emulator(idle, world) if case.what == EMPTY else Learner(job, world)
+    counts = STEPS if case.microbatches == FEW else STEPS_TOGETHER
+    count = next(count for width, count in counts if case.small.hidden <= width)
+    steps, ended_s = list[_Step](), 0.0
+    for number in range(FIRST + count):
+        ACCOUNT.take()
+        moments, begun_s = runner.step(number).moments, ended_s
+        ended_s = time.perf_counter()
+        steps.append(_Step(moments, ended_s - begun_s, ACCOUNT.take().get(OPTIMIZER, 0.0)))
+    rows = [_by_phase(case, step) for step in steps[FIRST:]]
+    return {phase: [row[phase] for row in rows] for phase in rows[0]}
+
+
+def _by_phase(case: StepCase, step: _Step) -> dict[str, float]:
+    if case.microbatches != FEW:
+        return {WHOLE: step.seconds}
+    forward_s, backward_s = (
+        mean(moment.end_s - moment.start_s for moment in step.moments if Action.parse(moment.name).kind is kind)
+        for kind in (Kind.F, Kind.B)
+    )
+    both_s = forward_s + backward_s
+    if case.what == RECOMPUTED:
+        return {AGAIN: both_s}
+    rest_s = step.seconds - case.microbatches * both_s - step.learning_s
+    return {FORWARD: forward_s, BACKWARD: backward_s, OPTIMIZER: step.learning_s, REST: rest_s}

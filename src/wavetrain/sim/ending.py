@@ -40,7 +40,7 @@ def tail_seconds(batch: Batch, block: BlockTimes, laws: Laws) -> dict[str, Float
 
 def tensors_seconds(batch: Batch, laws: Laws) -> Floats:
     """What an optimizer takes for each of the fullest rank's tensors, however large they are."""
-    return laws.tensor_step_s * _on_fullest_rank(batch, batch.facts.tensors)
+    return laws.tensor_step_s * rank_tensors(batch)
 
 
 def _on_fullest_rank(batch: Batch, values: Floats) -> Floats:
@@ -82,6 +82,11 @@ def end_parameters(batch: Batch) -> Floats:
 def rank_parameters(batch: Batch) -> Floats:
     """Parameters that the fullest rank computes with, whole or cut."""
     return _on_fullest_rank(batch, batch.facts.parameters)
+
+
+def rank_tensors(batch: Batch) -> Floats:
+    """Tensors of parameters on the fullest rank."""
+    return _on_fullest_rank(batch, batch.facts.tensors)
 
 
 def replicated_parameters(batch: Batch) -> Floats:

@@ -14,14 +14,28 @@ from numpy.typing import NDArray
 
 from wavetrain.cluster.cluster import AttentionRates, Cluster, Device, Group, Node, Rates
 from wavetrain.cluster.laws import TRAFFICS, Laws, Traffic, load_laws
-from wavetrain.plan.request import Request, plan_of
-from wavetrain.runtime.samples import Sample, Small
+from wavetrain.runtime.samples import (
+    AGAIN,
+    ALONE,
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTED,
+    REST,
+    TRAINED,
+    Sample,
+    Small,
+    lone_case,
+    smalls,
+)
+from wavetrain.sim.ending import rank_parameters, rank_tensors
+from wavetrain.sim.gather import gather
 from wavetrain.sim.predict import to_run
 
 Floats = NDArray[np.float64]
 Units = Callable[[tuple[int, ...]], float]
 
-PHASES = ("forward", "backward")
+PHASES = (FORWARD, BACKWARD)
 # Which timed operator stands for a class of traffic. Fused and eager are the same here: it is what the runtime runs,
 # and it has no dropout.
 STANDS_FOR = {
@@ -39,7 +53,6 @@ STANDS_FOR = {
     Traffic.OTHER: "activation",
 }
 LEAST_BYTES = 0.01  # per element: a law's constant is above 0
-TRAINED = "fp32"  # what whole models and the runtime compute in: constants that all formats share are exact for it
 LEAST_SHARE = 0.001  # what a cluster file takes
 INNER_HALVES = (0.0, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # in between, noise would choose
 
@@ -103,7 +116,7 @@ def calibrate_compute(
         for phase in PHASES
     }
     attention = [line(*_of(samples, f"attention-{phase}", TRAINED, _attention_flops)) for phase in PHASES]
-    optimizer = optimizer_seconds(samples)
+    once = once_seconds(samples)
     share = _share(attention[0].per_unit_s, rates[TRAINED])
     device = replace(
         like,
@@ -127,9 +140,11 @@ def calibrate_compute(
         eager_factor=1.0,
         attention_backward=attention[1].per_unit_s * share * rates[TRAINED],
         accumulation=line(*_of(samples, "accumulate", TRAINED, lambda sizes: sizes[0])).per_unit_s * memory_rate / 4,
-        optimizer_bytes=optimizer[0] * memory_rate,
-        tensor_step_s=optimizer[1],
+        optimizer_bytes=once.parameter_s * memory_rate,
+        tensor_step_s=once.tensor_s,
     )
+    if once.step_s is not None:
+        laws = replace(laws, step_s=once.step_s)
     residuals = dict(_residuals(products[TRAINED], streams, attention))
     return in_whole_models(Calibrated(device, laws, residuals), samples)
 
@@ -160,22 +175,32 @@ def in_whole_models(found: Calibrated, samples: Sequence[Sample]) -> Calibrated:
     """
     fast = replace(found.device, peak=Rates(**{name: 2 * rate for name, rate in found.device.peak.known().items()}))
     without, slow = (replace(found.laws, gap_s=gap_s) for gap_s in (0.0, 1.0))
-    rows = []
-    for sample in samples:
-        if sample.what.startswith("model-"):
-            phase = PHASES.index(sample.what.removeprefix("model-"))
-            plain_s, faster_s, gaps_s = (
-                small_seconds(Small(*sample.sizes), device, laws)[phase]
-                for device, laws in ((found.device, without), (fast, without), (found.device, slow))
-            )
-            products_s, kernels = 2 * (plain_s - faster_s), gaps_s - plain_s
-            rows.append((products_s, plain_s - products_s, kernels, sample.seconds))
+    forward, backward, rows = smalls(samples, FORWARD), smalls(samples, BACKWARD), []
+    for small in forward:
+        plain_s, faster_s, gaps_s = (
+            sum(small_seconds(small, device, laws))
+            for device, laws in ((found.device, without), (fast, without), (found.device, slow))
+        )
+        products_s, kernels = 2 * (plain_s - faster_s), gaps_s - plain_s
+        rows.append((products_s, plain_s - products_s, kernels, forward[small] + backward[small]))
     products_s, streams_s, kernels, seconds = np.array(rows, dtype=np.float64).T
     scale, gap_s = _scale_and_gap(products_s, streams_s, kernels, seconds)
     errors = (scale * products_s + streams_s + gap_s * kernels) / seconds - 1
     rates = {name: rate / scale for name, rate in found.device.peak.known().items()}
     residuals = found.residuals | {"whole models": _middle(errors)}
-    return Calibrated(replace(found.device, peak=Rates(**rates)), replace(found.laws, gap_s=gap_s), residuals)
+    device, laws = replace(found.device, peak=Rates(**rates)), replace(found.laws, gap_s=gap_s)
+    return Calibrated(device, _computing_again(device, laws, samples), residuals)
+
+
+def _computing_again(device: Device, laws: Laws, samples: Sequence[Sample]) -> Laws:
+    """With what is lost per layer that is computed again: beyond another forward, over what the model takes without."""
+    forward, backward = (smalls(samples, phase) for phase in PHASES)
+    lost = list[float]()
+    for small, seconds in smalls(samples, AGAIN).items():
+        without = replace(laws, recompute_gap_s=0.0)
+        again_s = sum(small_seconds(small, device, without, RECOMPUTED)) - sum(small_seconds(small, device, without))
+        lost.append((seconds - forward[small] - backward[small] - again_s) / small.layers)
+    return replace(laws, recompute_gap_s=max(0.0, float(np.mean(lost)))) if lost else laws
 
 
 def _scale_and_gap(products_s: Floats, streams_s: Floats, kernels: Floats, seconds: Floats) -> tuple[float, float]:
@@ -185,14 +210,11 @@ def _scale_and_gap(products_s: Floats, streams_s: Floats, kernels: Floats, secon
     return max(float(scale), 0.1), max(float(gap_s), 0.0)
 
 
-def small_seconds(small: Small, device: Device, laws: Laws) -> tuple[float, float]:
+def small_seconds(small: Small, device: Device, laws: Laws, what: str = ALONE) -> tuple[float, float]:
     """What the laws say of a small model's forward and backward on one device."""
     cluster = Cluster("one", (Group(Node("one", "one", device, 1, 0.0, ()), 1),), own_laws=laws)
-    asked = Request(
-        model=small.model(), cluster=cluster, global_batch=small.batch, microbatch=small.batch, precision=TRAINED
-    )
-    _, times = to_run(plan_of(asked))
-    return times[0].f, times[0].i + times[0].w
+    _, (times,) = to_run(lone_case(what, small).plan(cluster))
+    return times.f, times.recompute + times.i + times.w
 
 
 def product_law(samples: Sequence[Sample], dtype: str) -> Products:
@@ -218,12 +240,34 @@ def product_law(samples: Sequence[Sample], dtype: str) -> Products:
     return Products(1 / per_flop_s, inner_half, errors)
 
 
-def optimizer_seconds(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Seconds of an optimizer's step per parameter, and per tensor."""
-    rows = [(*sample.sizes, sample.seconds) for sample in samples if sample.what == "optimizer"]
-    parameters, tensors, seconds = np.array(rows, dtype=np.float64).T
-    per_parameter_s, per_tensor_s = fitted([parameters, tensors], seconds)[0]
-    return float(per_parameter_s), float(per_tensor_s)
+@dataclass(frozen=True)
+class Once:
+    """seconds = step + parameter x parameters + tensor x tensors: what a step takes beside its actions."""
+
+    parameter_s: float
+    tensor_s: float
+    step_s: float | None  # None: no step was timed
+
+
+def once_seconds(samples: Sequence[Sample]) -> Once:
+    """Of optimizers, by themselves or in whole steps, and of what such a step takes beside: apart, since only the
+    latter, which is less, has a part that is always the same."""
+    rows = [(*sample.sizes, sample.seconds) for sample in samples if sample.what == OPTIMIZER]
+    rows += [(*held(small), seconds) for small, seconds in smalls(samples, OPTIMIZER).items()]
+    *columns, seconds = np.array(rows, dtype=np.float64).T
+    parameter_s, tensor_s = map(float, fitted(columns, seconds)[0])
+    beside = [(*held(small), 1.0, seconds) for small, seconds in smalls(samples, REST).items()]
+    if not beside:
+        return Once(parameter_s, tensor_s, None)
+    *columns, seconds = np.array(beside, dtype=np.float64).T
+    more_parameter_s, more_tensor_s, step_s = map(float, fitted(columns, seconds)[0])
+    return Once(parameter_s + more_parameter_s, tensor_s + more_tensor_s, step_s)
+
+
+def held(small: Small) -> tuple[float, float]:
+    """Parameters and tensors of a model, as the law of the optimizer counts them."""
+    batch = gather([lone_case(ALONE, small).plan()])
+    return float(rank_parameters(batch)[0]), float(rank_tensors(batch)[0])
 
 
 def _bytes(streams: Mapping[tuple[str, str], Line], phase: str, memory_rate: float) -> tuple[float, ...]:

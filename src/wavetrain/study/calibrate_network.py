@@ -31,12 +31,11 @@ PAYS = 0.85  # a further constant must shrink the error to this share
 LEAST_EFFICIENCY, MOST_EFFICIENCY, MOST_PAIR_LOSS = 0.001, 100.0, 100.0  # what a cluster file takes
 MATTERS = 0.01  # of a sample's time: a constant that adds less to all of them is none
 START_COUNTS = 0.5  # of a further constant: where a start and a latency explain as much, it is the latency
-HIDDEN_COUNTS = 0.5  # as much: one of three values, not any
 PAIR_COUNTS = 2.0  # of further constants: a loss in pairs is the rarest of all
 NEARLY_NONE = 1e-3  # of a sample's time
 ALIKE = 30.0  # condition number from which on constants can't be told apart
 EACH, LATENCY, BYTE, PAIR_BYTE = 4, 1, 2, 3  # constants of a tier that the fit solves for, the start first
-HIDDEN = (0.0, 0.5, 1.0)
+HIDDEN = 0.5  # of steps and transfers, over gloo: none of it or all would explain samples worse, and noise would choose
 RAMPS_S = (0.0, *(float(ramp) for ramp in np.geomspace(10e-6, 20e-3, 12)))
 
 
@@ -80,7 +79,8 @@ def calibrate_network(samples: Sequence[Sample], *, devices: int, hosts: int, tr
         blank.append(Tier("network", devices * hosts, 1.0, 0.0, sharers=float(devices), tree=tree))
     laws = [_Law.of(kind, [s for s in samples if s.what == kind], tuple(blank), devices) for kind in KINDS]
     laws = [law for law in laws if len(law.measured_s)]
-    found = {law.kind: fit(law) for law in laws}
+    hidden = 0.0 if tree else HIDDEN  # NCCL's steps are in line
+    found = {law.kind: fit(law, 0.0 if law.kind is Collective.SEND else hidden) for law in laws}
     tiers = tuple(
         _with(tier, {kind: constants[i] for kind, constants in found.items()}) for i, tier in enumerate(blank)
     )
@@ -215,7 +215,6 @@ class _Choice:
         has_start = bool(self.columns[::EACH].any())
         has_pair = bool(self.columns[PAIR_BYTE::EACH].any())
         further = START_COUNTS * has_start + PAIR_COUNTS * has_pair
-        further += HIDDEN_COUNTS * (self.hidden > 0)
         return int(self.columns.shape[1]) + sum(ramp > 0 for ramp in self.ramps) + further
 
 
@@ -232,20 +231,20 @@ def _choices(ramps: tuple[float, ...], pairs: tuple[bool, ...], hidden: float) -
         yield _Choice(np.hstack([start, units[:, rest]]), ramps, hidden)
 
 
-def fit(law: _Law) -> tuple[Constants, ...]:
-    """The constants of all tiers that explain samples well with as few as pay.
+def fit(law: _Law, hidden: float) -> tuple[Constants, ...]:
+    """The constants of all tiers that explain samples well with as few as pay, given what steps and transfers hide.
 
-    Several tiers have the ramps that each has alone, and a loss in pairs where each has one alone. What steps and
-    transfers hide of each other is the same for all.
+    Several tiers have the ramps that each has alone, and a loss in pairs where each has one alone. A ramp is one that
+    samples ask for with nothing hidden: it bends the law at the same place.
     """
     if len(law.tiers) == 1:
         (plain,) = _best(law, [one for ramp in RAMPS_S for one in _choices((ramp,), (False,), 0.0)])
-        ends = product((False, True), HIDDEN)
-        return _best(law, [one for pair, hidden in ends for one in _choices((plain.ramp_s,), (pair,), hidden)])
+        ramp = (plain.ramp_s,)
+        return _best(law, [one for pair in (False, True) for one in _choices(ramp, (pair,), hidden)])
     across = (law.hosts > 1) & (np.asarray(law.span.ranks) == law.hosts)
-    alone = fit(law.only(law.hosts == 1, law.tiers[:1])), fit(law.only(across, law.tiers[1:]))
-    ramps, pairs = zip(*((one.ramp_s, one.pair_s > 0) for (one,) in alone), strict=True)
-    return _best(law, [one for hidden in HIDDEN for one in _choices(ramps, pairs, hidden)])
+    alone = (law.only(law.hosts == 1, law.tiers[:1]), law.only(across, law.tiers[1:]))
+    found = [fit(one, hidden)[0] for one in alone]
+    return _best(law, _choices(tuple(one.ramp_s for one in found), tuple(one.pair_s > 0 for one in found), hidden))
 
 
 def _best(law: _Law, choices: Iterable[_Choice]) -> tuple[Constants, ...]:

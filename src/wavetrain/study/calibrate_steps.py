@@ -7,31 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
 
 from wavetrain.cluster.cluster import Achieved, Cluster, Network, Rates, Tier, achieved
-from wavetrain.runtime.samples import (
-    EMPTY,
-    FEW,
-    MANY,
-    MESSAGES,
-    PIPELINE,
-    RECOMPUTED,
-    REPLICAS,
-    SHARDED,
-    TINY,
-    WIDE,
-    Sample,
-    step_case,
-)
+from wavetrain.runtime.samples import ALONE, EMPTY, REPLICAS, SHARDED, TINY, WIDE, Sample, step_case
 from wavetrain.sim.predict import simulate
 from wavetrain.study.calibrate_network import LEAST_EFFICIENCY
 
+WHOLE = (ALONE, EMPTY, REPLICAS, SHARDED)
 GATHERED = ("all_gather", "reduce_scatter")  # what FSDP2 does
+IN_COMPANY = ("all_reduce", *GATHERED)
 UNIT = 1e-3
 ENDLESS = 1e24  # per second
 MOST = 1e6  # of any constant, in its unit
-BISECTIONS = 24
+BISECTIONS = 16
 VISIBLE = 0.1  # of a step: what a share must be of to be found
 ROUNDS = 5  # of two constants of which each needs the other
 
@@ -48,31 +36,25 @@ class Change:
 
 
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
-    """The cluster with what only whole steps show.
+    """The cluster with what only whole steps of all ranks show.
 
-    Of a pipeline that computes nothing: what a message takes on its hosts. Of a tiny model in a pipeline and on
-    replicas: what a step takes once; of a wide one on replicas: how far gradients hide. Of a pipeline that computes
-    again: how much longer that takes than to compute. Of both models sharded: how much later gathers begin than alone,
-    and how much longer they take, with all that FSDP2 does around them.
+    Of a pipeline that computes nothing: what a message takes on its hosts. Of a wide model sharded: how many times
+    longer bytes of collectives take than alone, with caches that are cold and all that is copied for them. Of a tiny
+    one: how much later gathers begin than alone, with all that FSDP2 does. Of replicas: how far gradients hide.
     """
-    by_case = {(sample.what, sample.sizes[1], sample.sizes[-1]): sample for sample in samples if len(sample.sizes) == 7}
+    by_case = {(sample.what, sample.sizes[1]): sample for sample in samples if sample.what in WHOLE}
     tiny, wide = TINY.hidden, WIDE.hidden
-    if empty := by_case.get((EMPTY, tiny, MESSAGES)):
-        message_s = _solved(instant(cluster), empty, _law("message_s"))
-        cluster = _law("message_s")(cluster, message_s or 0.0)
-    pipeline, replicas, plain = (PIPELINE, tiny, FEW), (REPLICAS, tiny, 1), by_case.get((PIPELINE, tiny, MANY))
-    solved: list[list[tuple[Change, list[tuple[str, int, int]]]]] = [  # together: those of which each needs the other
-        [(_law("step_s"), [pipeline, replicas]), (_law("gradient_exposed"), [(REPLICAS, wide, 1)])],
-        [(_law("recompute_gap_s"), [(RECOMPUTED, tiny, MANY)])],
-        [(_start(cluster, GATHERED), [(SHARDED, tiny, 1)]), (_slower(cluster, GATHERED), [(SHARDED, wide, 1)])],
+    if empty := by_case.get((EMPTY, tiny)):
+        cluster = _law("message_s")(cluster, _solved(instant(cluster), empty, _law("message_s")) or 0.0)
+    each_needs_the_other = [
+        (_slower(cluster, IN_COMPANY), SHARDED, wide),
+        (_start(cluster, GATHERED), SHARDED, tiny),
     ]
-    for together in solved:
-        for change, cases in together * (ROUNDS if len(together) > 1 else 1):
-            own = [by_case[case] for case in cases if case in by_case]
-            values = [_solved(cluster, one, change, beyond=plain if one.what == RECOMPUTED else None) for one in own]
-            known = [value for value in values if value is not None]
-            if known:
-                cluster = change(cluster, mean(known))
+    for change, what, width in [*each_needs_the_other * ROUNDS, (_law("gradient_exposed"), REPLICAS, wide)]:
+        if together := by_case.get((what, width)):
+            value = _solved(cluster, together, change, beyond=by_case.get((ALONE, width)))
+            if value is not None:
+                cluster = change(cluster, value)
     return cluster
 
 
@@ -88,11 +70,12 @@ def instant(cluster: Cluster) -> Cluster:
 def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample | None = None) -> float | None:
     """The constant for which the prediction is what was measured, not below 0; None where it could be any.
 
-    `beyond`: what was measured without what the constant is of; then it is the difference that is predicted.
+    `beyond`: a step of the same model on one rank; then it is the difference that is predicted. What laws are short of
+    there is nothing that ranks exchange, and a machine that is slow for a while is slow at both.
     """
     case, seconds = step_case(sample), sample.seconds
     if beyond is not None:
-        seconds += simulate(step_case(beyond).plan(cluster)).step_s - beyond.seconds
+        seconds += simulate(step_case(beyond).plan(cluster.part(1))).step_s - beyond.seconds
 
     def step_s(value: float) -> float:
         return simulate(case.plan(change(cluster, value))).step_s
@@ -125,7 +108,7 @@ def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
 
 
 def _slower(alone: Cluster, kinds: Sequence[str]) -> Change:
-    """Some kinds of collectives take so many times longer than alone, beyond once."""
+    """Bytes of some kinds of collectives take so many times longer than alone, beyond once."""
 
     def slower(own: Achieved, first: Achieved, value: float) -> Achieved:
         return replace(own, efficiency=max(LEAST_EFFICIENCY, first.efficiency / (1 + value)))
