@@ -24,7 +24,7 @@ def test_every_rank_computes_on_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(StoppedError):
-        ComputeTurns(SimpleNamespace(rank=7, local_rank=3), device="cuda", quick=True, passes=1)
+        ComputeTurns(SimpleNamespace(rank=7, local_rank=3), device="cuda", quick=True, passes=1).turn(lambda *_: None)
     assert chosen == [3]
 
 
@@ -57,10 +57,9 @@ def test_a_sample_is_the_lower_quartile_of_all_turns_and_the_lesser_median_of_ra
 ) -> None:
     took = iter([5.0, 1.0, 2.0, 9.0, 7.0, 3.0, 4.0, 8.0])  # rank 1's, then rank 0's
     case = Case("gemm-forward", (1, 2, 3), lambda: lambda: None, 2)
-    monkeypatch.setattr(module, "_cases", lambda dtype, **_: [case] if dtype == "fp32" else [])
-    monkeypatch.setattr(module, "_copies", lambda *_, **__: [])
+    monkeypatch.setattr(module, "_all_cases", lambda *_, **__: made.append(1) or [case])
     monkeypatch.setattr(module, "_seconds", lambda *_: next(took))
-    store, told, found = HashStore(), [], {}
+    store, told, found, made = HashStore(), [], {}, []
     for rank in (1, 0):
         world = SimpleNamespace(rank=rank, size=2, store=store, progress=Progress(rank=rank))
         turns = ComputeTurns(world, device="cpu", quick=True, passes=2)
@@ -68,5 +67,6 @@ def test_a_sample_is_the_lower_quartile_of_all_turns_and_the_lesser_median_of_ra
         turns.turn(lambda *words: told.append(words))
         (found[rank],) = turns.samples()
     assert [share for _, share in told] == [0.0, 0.5] * 4
+    assert len(made) == 4, "new tensors with every turn"
     assert (found[1].seconds, found[0].seconds) == (2.0 / 2, 2.0 / 2), "of 1 2 5 9 and 3 4 7 8, halved"
     assert (found[0].what, found[0].sizes) == (case.what, case.sizes)

@@ -272,6 +272,12 @@ def test_a_machine_that_computes_slower_does_not_exchange_slower():
         assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
 
 
+def test_gradients_that_hide_next_to_nothing_hide_nothing():
+    base = at_worst(2)
+    truth = replace(base, own_laws=replace(base.laws, gradient_exposed=0.9))
+    assert in_whole_steps(base, measured(joint_cases(2), truth)).laws.gradient_exposed == 1.0
+
+
 def test_one_rank_has_no_steps_with_others():
     assert joint_cases(1) == []
     base = at_worst(1)

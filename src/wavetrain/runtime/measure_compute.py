@@ -64,39 +64,33 @@ class Case:
 
 
 class ComputeTurns:
-    """All cases on this rank's device, some passes in each turn."""
+    """All cases on this rank's device, some passes in each turn; with tensors that are new with every turn, since where
+    they lie doubles what some operators take."""
 
     def __init__(self, world: World, *, device: str, quick: bool, passes: int) -> None:
-        self._world, self._device, self._passes = world, device, passes
-        if device == "cuda":
-            torch.cuda.set_device(world.local_rank)  # else all ranks of a host share its first
-        settle()
-        with torch.device(device):
-            cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
-            cases += _copies(device, quick=quick)
-            if device != "cpu":  # there the runtime's own steps have them
-                cases += [*_optimizers(quick=quick), *_models(device=device, quick=quick)]
-        self._found: dict[Case, list[float]] = {case: [] for case in cases}
+        self._world, self._device, self._quick, self._passes = world, device, quick, passes
+        self._found: dict[tuple[str, tuple[int, ...], str], list[float]] = {}
 
     def turn(self, told: Told) -> None:
-        total = self._passes * len(self._found)
+        if self._device == "cuda":
+            torch.cuda.set_device(self._world.local_rank)  # else all ranks of a host share its first
+        settle()
+        cases = _all_cases(self._device, quick=self._quick)
         for number in range(self._passes):
-            for at, (case, seconds) in enumerate(self._found.items()):
+            for at, case in enumerate(cases):
                 self._world.progress.computing(number, case.what)
-                told(case.what, (number * len(self._found) + at) / total)
-                seconds.append(_seconds(case, self._device))
+                told(case.what, (number * len(cases) + at) / (self._passes * len(cases)))
+                seconds = _seconds(case, self._device) / case.count
+                self._found.setdefault((case.what, case.sizes, case.dtype), []).append(seconds)
 
     def samples(self) -> list[Sample]:
-        """The lesser median over ranks, on rank 0; what the other ranks return is their own.
-
-        Where tensors lie doubles what some operators take, in one process and not in the next.
-        """
-        world, own = self._world, [lower_quartile(took) / case.count for case, took in self._found.items()]
+        """The lesser median over ranks, on rank 0; what the other ranks return is their own."""
+        world, own = self._world, list(map(lower_quartile, self._found.values()))
         world.store.set(f"measure-compute/{world.rank}", json.dumps(own))
         ranks = range(world.size) if world.rank == 0 else [world.rank]
         rows = [json.loads(world.store.get(f"measure-compute/{rank}")) for rank in ranks]
         columns = zip(self._found, zip(*rows, strict=True), strict=True)
-        return [Sample(case.what, case.sizes, median_low(column), case.dtype) for case, column in columns]
+        return [Sample(what, sizes, median_low(column), dtype) for (what, sizes, dtype), column in columns]
 
 
 def _seconds(case: Case, device: str) -> float:
@@ -119,6 +113,15 @@ def _wait(device: str) -> None:
 
 
 # --- what is timed ---
+
+
+def _all_cases(device: str, *, quick: bool) -> list[Case]:
+    with torch.device(device):
+        cases = [case for dtype in FORMATS for case in _cases(dtype, device=device, quick=quick)]
+        cases += _copies(device, quick=quick)
+        if device != "cpu":  # there the runtime's own steps have them
+            cases += [*_optimizers(quick=quick), *_models(device=device, quick=quick)]
+    return cases
 
 
 def _cases(dtype: str, *, device: str, quick: bool) -> Iterator[Case]:

@@ -20,6 +20,7 @@ UNIT = 1e-3
 ENDLESS = 1e24  # per second
 MOST = 1e6  # of any constant, in its unit
 BISECTIONS = 16
+NEARLY_ALL = 0.75  # a share from which on it is all: noise would choose what is below
 VISIBLE = 0.1  # of a step: what a share must be of to be found
 ROUNDS = 5  # of two constants of which each needs the other
 
@@ -91,7 +92,8 @@ def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample 
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
-    return (low + high) / 2
+    found = (low + high) / 2
+    return 1.0 if change.is_share and found > NEARLY_ALL else found
 
 
 def _law(name: str) -> Change:
