@@ -146,8 +146,8 @@ def joint_cases(ranks: int) -> list[StepCase]:
         return []
     deep = TINY._replace(layers=max(2, ranks))
     alone = [StepCase(ALONE, small, 1, 1) for small in (TINY, WIDE)]
-    cases = [(EMPTY, deep, MESSAGES), (REPLICAS, WIDE, 1), (SHARDED, TINY, 1), (SHARDED, WIDE, 1)]
-    return [StepCase(*case, ranks) for case in cases] + alone
+    together = [StepCase(what, small, 1, ranks) for what in (REPLICAS, SHARDED) for small in (TINY, WIDE)]
+    return [StepCase(EMPTY, deep, MESSAGES, ranks), *together, *alone]
 
 
 def lone_cases(*, quick: bool) -> list[StepCase]:

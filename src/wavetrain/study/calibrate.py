@@ -53,6 +53,7 @@ STANDS_FOR = {
     Traffic.OTHER: "activation",
 }
 LEAST_BYTES = 0.01  # per element: a law's constant is above 0
+LARGER_COUNT = 0.2  # power of a model's time that its relative error counts by: larger ones are trained for longer
 LEAST_SHARE = 0.001  # what a cluster file takes
 INNER_HALVES = (0.0, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # in between, noise would choose
 
@@ -161,9 +162,10 @@ def _memory_rate(samples: Sequence[Sample]) -> float:
 
 
 def runtime_laws() -> Laws:
-    """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for."""
+    """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for, and what is
+    beside compute takes its core."""
     nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "doubling", "reserve_bytes", "buffer_bytes")
-    shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed")
+    shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed", "gradient_exposed")
     values = dict.fromkeys((*nothing, "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
     return replace(load_laws(), **values)  # type: ignore[arg-type]
 
@@ -205,8 +207,9 @@ def _computing_again(device: Device, laws: Laws, samples: Sequence[Sample]) -> L
 
 def _scale_and_gap(products_s: Floats, streams_s: Floats, kernels: Floats, seconds: Floats) -> tuple[float, float]:
     """How much longer products take, and what is lost before each kernel, so that the sums are nearest."""
-    columns = np.stack([products_s, kernels], axis=1) / seconds[:, None]
-    scale, gap_s = np.linalg.lstsq(columns, 1 - streams_s / seconds, rcond=None)[0]
+    weights = seconds**LARGER_COUNT / seconds
+    columns = np.stack([products_s, kernels], axis=1) * weights[:, None]
+    scale, gap_s = np.linalg.lstsq(columns, (seconds - streams_s) * weights, rcond=None)[0]
     return max(float(scale), 0.1), max(float(gap_s), 0.0)
 
 

@@ -6,7 +6,8 @@ A step never gets shorter as one of these constants grows: it is enclosed by pre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from statistics import mean
 
 from wavetrain.cluster.cluster import Achieved, Cluster, Network, Rates, Tier, achieved
 from wavetrain.runtime.samples import ALONE, EMPTY, REPLICAS, SHARDED, TINY, WIDE, Sample, step_case
@@ -20,43 +21,41 @@ UNIT = 1e-3
 ENDLESS = 1e24  # per second
 MOST = 1e6  # of any constant, in its unit
 BISECTIONS = 16
-NEARLY_ALL = 0.75  # a share from which on it is all: noise would choose what is below
-VISIBLE = 0.1  # of a step: what a share must be of to be found
-ROUNDS = 5  # of two constants of which each needs the other
+ROUNDS = 5  # of constants of which each needs the others
 
-
-@dataclass(frozen=True)
-class Change:
-    """A constant to be found: a cluster with another value of it."""
-
-    apply: Callable[[Cluster, float], Cluster]
-    is_share: bool = False  # not above 1
-
-    def __call__(self, cluster: Cluster, value: float) -> Cluster:
-        return self.apply(cluster, min(value, 1.0) if self.is_share else value)
+Change = Callable[[Cluster, float], Cluster]  # a cluster with another value of a constant that is to be found
 
 
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
     """The cluster with what only whole steps of all ranks show.
 
-    Of a pipeline that computes nothing: what a message takes on its hosts. Of a wide model sharded: how many times
-    longer bytes of collectives take than alone, with caches that are cold and all that is copied for them. Of a tiny
-    one: how much later gathers begin than alone, with all that FSDP2 does. Of replicas: how far gradients hide.
+    Of a pipeline that computes nothing: what a message takes on its hosts. Of tiny replicas: what a step takes once
+    where ranks wait for one another. Of a wide model on replicas and sharded: how many times longer bytes of collectives take
+    than alone, with caches that are cold and all that is copied for them. Of a tiny one sharded: how much later gathers
+    begin than alone, with all that FSDP2 does.
     """
     by_case = {(sample.what, sample.sizes[1]): sample for sample in samples if sample.what in WHOLE}
     tiny, wide = TINY.hidden, WIDE.hidden
     if empty := by_case.get((EMPTY, tiny)):
-        cluster = _law("message_s")(cluster, _solved(instant(cluster), empty, _law("message_s")) or 0.0)
-    each_needs_the_other = [
-        (_slower(cluster, IN_COMPANY), SHARDED, wide),
-        (_start(cluster, GATHERED), SHARDED, tiny),
+        cluster = _law("message_s")(cluster, _solved(instant(cluster), empty, _law("message_s")))
+    alone = {what: _on_one(cluster, by_case.get((ALONE, what))) for what in (tiny, wide)}
+    each_needs_the_others = [
+        (_law("step_s"), tiny, [REPLICAS]),
+        (_slower(cluster, IN_COMPANY), wide, [REPLICAS, SHARDED]),
+        (_start(cluster, GATHERED), tiny, [SHARDED]),
     ]
-    for change, what, width in [*each_needs_the_other * ROUNDS, (_law("gradient_exposed"), REPLICAS, wide)]:
-        if together := by_case.get((what, width)):
-            value = _solved(cluster, together, change, beyond=by_case.get((ALONE, width)))
-            if value is not None:
-                cluster = change(cluster, value)
+    for change, width, whats in each_needs_the_others * ROUNDS:
+        known = [by_case[what, width] for what in whats if (what, width) in by_case]
+        if known:
+            cluster = change(cluster, mean(_solved(cluster, one, change, late_s=alone[width]) for one in known))
     return cluster
+
+
+def _on_one(cluster: Cluster, sample: Sample | None) -> float:
+    """Seconds that a step on one rank took longer than predicted; 0 where none was timed."""
+    if sample is None:
+        return 0.0
+    return sample.seconds - simulate(step_case(sample).plan(cluster.part(1))).step_s
 
 
 def instant(cluster: Cluster) -> Cluster:
@@ -68,22 +67,18 @@ def instant(cluster: Cluster) -> Cluster:
     return replace(cluster, groups=(replace(group, node=replace(node, device=device)),), own_laws=laws)
 
 
-def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample | None = None) -> float | None:
-    """The constant for which the prediction is what was measured, not below 0; None where it could be any.
+def _solved(cluster: Cluster, sample: Sample, change: Change, *, late_s: float = 0.0) -> float:
+    """The constant for which the prediction is what was measured, not below 0.
 
-    `beyond`: a step of the same model on one rank; then it is the difference that is predicted. What laws are short of
-    there is nothing that ranks exchange, and a machine that is slow for a while is slow at both.
+    `late_s`: what the same model took longer than predicted on one rank. That is nothing that ranks exchange, and a
+    machine that is slow for a while is slow at both.
     """
-    case, seconds = step_case(sample), sample.seconds
-    if beyond is not None:
-        seconds += simulate(step_case(beyond).plan(cluster.part(1))).step_s - beyond.seconds
+    case, seconds = step_case(sample), sample.seconds - late_s
 
     def step_s(value: float) -> float:
         return simulate(case.plan(change(cluster, value))).step_s
 
     none_s = step_s(0.0)
-    if change.is_share and step_s(1.0) - none_s < VISIBLE * seconds:
-        return None  # a share of next to nothing
     low, high = 0.0, UNIT
     while step_s(high) < seconds and high < MOST:
         low, high = high, 2 * high
@@ -92,8 +87,7 @@ def _solved(cluster: Cluster, sample: Sample, change: Change, *, beyond: Sample 
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if step_s(middle) < seconds else (low, middle)
-    found = (low + high) / 2
-    return 1.0 if change.is_share and found > NEARLY_ALL else found
+    return (low + high) / 2
 
 
 def _law(name: str) -> Change:
@@ -101,7 +95,7 @@ def _law(name: str) -> Change:
         laws = replace(cluster.laws, **{name: value})  # type: ignore[arg-type]
         return replace(cluster, own_laws=laws)
 
-    return Change(change, is_share=name.endswith("_exposed"))
+    return change
 
 
 def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
@@ -136,4 +130,4 @@ def _achieved(alone: Cluster, kinds: Sequence[str], change: Callable[[Achieved, 
             network = replace(network, kinds=on(network, first.network, value))
         return replace(cluster, groups=(replace(group, node=replace(node, tiers=tiers, network=network)),))
 
-    return Change(changed)
+    return changed
