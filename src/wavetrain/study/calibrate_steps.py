@@ -30,15 +30,15 @@ def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
     """The cluster with what only whole steps of all ranks show.
 
     Of a pipeline that computes nothing: what a message takes on its hosts. Of tiny replicas: what a step takes once
-    where ranks wait for one another. Of a wide model on replicas and sharded: how many times longer bytes of collectives take
-    than alone, with caches that are cold and all that is copied for them. Of a tiny one sharded: how much later gathers
-    begin than alone, with all that FSDP2 does.
+    where ranks wait for one another. Of a wide model on replicas and sharded: how many times longer bytes of
+    collectives take than alone, with caches that are cold and all that is copied for them. Of a tiny one sharded: how
+    much later gathers begin than alone, with all that FSDP2 does.
     """
     by_case = {(sample.what, sample.sizes[1]): sample for sample in samples if sample.what in WHOLE}
     tiny, wide = TINY.hidden, WIDE.hidden
     if empty := by_case.get((EMPTY, tiny)):
         cluster = _law("message_s")(cluster, _solved(instant(cluster), empty, _law("message_s")))
-    alone = {what: _on_one(cluster, by_case.get((ALONE, what))) for what in (tiny, wide)}
+    alone = {width: _on_one(cluster, by_case.get((ALONE, width))) for width in (tiny, wide)}
     each_needs_the_others = [
         (_law("step_s"), tiny, [REPLICAS]),
         (_slower(cluster, IN_COMPANY), wide, [REPLICAS, SHARDED]),
