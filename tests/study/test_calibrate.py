@@ -234,7 +234,7 @@ def test_a_fit_has_no_weights_below_0():
 def at_worst(ranks):
     """Processors that hide nothing."""
     base = load_cluster(f"cpu-host:{(ranks + 1) // 2}").part(ranks)
-    return replace(base, own_laws=replace(base.laws, link_exposed=1.0, network_exposed=1.0, gradient_exposed=1.0))
+    return replace(base, own_laws=replace(base.laws, link_exposed=1.0, network_exposed=1.0))
 
 
 def predicted(case, cluster):
@@ -249,7 +249,8 @@ def measured(cases, truth):
 @pytest.mark.parametrize("slower", [0.0, 0.7])
 def test_steps_are_predicted_as_they_were_measured(ranks, slower):
     base = at_worst(ranks)
-    truth = replace(base, own_laws=replace(base.laws, step_s=base.laws.step_s + 0.002, message_s=0.0003))
+    late = replace(base.laws, step_s=base.laws.step_s + 0.002, message_s=0.0003, gradient_exposed=1.0)
+    truth = replace(base, own_laws=late)
     truth = _start(base, GATHERED)(_slower(base, IN_COMPANY)(truth, slower), 0.0009)
     together = [case for case in joint_cases(ranks) if case.ranks > 1]
     samples = measured(together, truth) + measured([case for case in joint_cases(ranks) if case.ranks == 1], base)
@@ -262,12 +263,13 @@ def test_steps_are_predicted_as_they_were_measured(ranks, slower):
         assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
     assert seen.laws.message_s == pytest.approx(0.0003, rel=0.02)
     assert seen.laws.step_s == pytest.approx(truth.laws.step_s, rel=0.02)
+    assert seen.laws.gradient_exposed == 1.0
 
 
 def test_a_machine_that_computes_slower_does_not_exchange_slower():
     """What a rank alone takes longer than laws say is nothing that ranks exchange."""
     base = at_worst(2)
-    truth = _slower(base, IN_COMPANY)(base, 0.5)
+    truth = _slower(base, IN_COMPANY)(replace(base, own_laws=replace(base.laws, gradient_exposed=1.0)), 0.5)
     later = [replace(one, seconds=one.seconds + 0.01) for one in measured(joint_cases(2), truth) if one.what != EMPTY]
     seen = in_whole_steps(base, later)
     for one, other in zip(seen.tiers[0].kinds, truth.tiers[0].kinds, strict=True):

@@ -162,10 +162,9 @@ def _memory_rate(samples: Sequence[Sample]) -> float:
 
 
 def runtime_laws() -> Laws:
-    """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for, and what is
-    beside compute takes its core."""
+    """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for."""
     nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "doubling", "reserve_bytes", "buffer_bytes")
-    shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed", "gradient_exposed")
+    shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed")
     values = dict.fromkeys((*nothing, "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
     return replace(load_laws(), **values)  # type: ignore[arg-type]
 
