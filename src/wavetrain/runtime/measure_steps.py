@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import mean, median
@@ -65,7 +64,8 @@ class StepTurns:
         for at, case in enumerate(self._cases):
             told(case.what, at / len(self._cases))
             self._number += 1
-            with self._own(case) as world, gloo_group(world, timeout_s=PATIENCE_S):
+            world = self._own(case)
+            with gloo_group(world, timeout_s=PATIENCE_S):
                 for phase, seconds in _phases(case, world).items():
                     self._found.setdefault((case, phase), []).append(seconds)
 
@@ -83,15 +83,13 @@ class StepTurns:
                 found.append(Sample(case.what, case.sizes, max(column), ranks=case.ranks))
         return found
 
-    @contextmanager
-    def _own(self, case: StepCase) -> Iterator[World]:
+    def _own(self, case: StepCase) -> World:
         """The world of a case, with a part of the store for itself; alone, a rank has a world of one."""
         world, name = self._world, f"steps/{self._name}/{self._number}"
         if case.ranks > 1:
-            yield replace(world, store=PrefixStore(name, world.store))
-        else:
-            alone = replace(world.place, rank=0, size=1)
-            yield replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
+            return replace(world, store=PrefixStore(name, world.store))
+        alone = replace(world.place, rank=0, size=1)
+        return replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
 
 
 def _typical(phase: str, turns: Sequence[list[float]]) -> float:
