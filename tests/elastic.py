@@ -21,6 +21,7 @@ from wavetrain.cli import main
 from wavetrain.runtime.board import process_state
 from wavetrain.runtime.learner import Done, Learner
 
+SLOW_S = 1.0  # that a step takes longer while the test waits for something
 RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 
 
@@ -48,6 +49,24 @@ class Elastic:
     @property
     def out(self) -> Path:
         return self.root / "out"
+
+    @property
+    def _slow(self) -> Path:
+        return self.root / "slow"
+
+    @contextlib.contextmanager
+    def slowly(self) -> Iterator[None]:
+        """So that no step is the last one meanwhile."""
+        self._slow.touch()
+        try:
+            yield
+        finally:
+            self._slow.unlink()
+
+    @property
+    def num_started(self) -> int:
+        """Ranks, in all attempts."""
+        return len((self.root / "started").read_text().split())
 
     def start(self, host: int) -> None:
         pid = os.fork()
@@ -84,7 +103,7 @@ class Elastic:
         def rank() -> None:
             with (self.root / "started").open("a") as stream:
                 stream.write(f"{os.environ['RANK']}\n")
-            slowed(self.pace_s)
+            slowed(lambda: SLOW_S if self._slow.exists() else self.pace_s)
             sys.exit(main(["train", *self.words, "-o", str(self.out)]))
 
         try:
@@ -157,12 +176,12 @@ class Elastic:
         return found
 
 
-def slowed(pace_s: float) -> None:
+def slowed(pace_s: Callable[[], float]) -> None:
     """From now on, in this process."""
     step = Learner.step
 
     def slow(self: Learner, number: int) -> Done:
-        time.sleep(pace_s)
+        time.sleep(pace_s())
         return step(self, number)
 
     Learner.step = slow  # type: ignore[method-assign]

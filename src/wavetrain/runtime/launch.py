@@ -307,6 +307,7 @@ def run_rank(
             guard.await_verdict()
             LOG.error("rank %d failed: %s", place.rank, world.progress.error)
         else:
+            guard.is_done = True
             _await_all(world)
         guard.stop()
         heart.stop()
@@ -334,6 +335,7 @@ class _Guard:
         self._seen_s = 0.0  # since when a rank is gone that was asked to end
         self._reached_s = time.monotonic()
         self._misses = 0
+        self.is_done = False  # this rank is: a store that is gone then has seen all ranks done
         self._ear, self._voice = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
 
@@ -378,7 +380,7 @@ class _Guard:
         except RuntimeError as error:  # torch's DistError is one
             if self._asked:  # the rank that runs the store was asked as well
                 _leave(128 + signal.SIGTERM)
-            if not self._stop:
+            if not (self._stop or self.is_done):
                 whose = "" if self._place.serves else f" at {self._place.host}:{self._place.port}"
                 LOG.error("rank %d lost the store%s: %s", self._place.rank, whose, str(error).partition("\n")[0])
                 _leave(RunError.exit_code)
