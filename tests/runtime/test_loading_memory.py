@@ -75,7 +75,7 @@ def test_a_checkpoint_is_restored_in_the_memory_of_its_moments(plan, tmp_path):
     whole = 4 * plan.model.num_parameters
     for own, more in measured(job, lambda learner: restore(learner, opened(tmp_path / step_name(1)))):
         assert own == pytest.approx(whole / RANKS, rel=0.01)
-        assert 2 * own * 0.9 < more < 2 * own + MORE < 2 * whole
+        assert 2 * own * 0.9 < more < 2 * own + MORE / 2 < 2 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

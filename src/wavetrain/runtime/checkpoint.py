@@ -350,18 +350,30 @@ class Checkpoint:
 
     def read(self, name: str, kind: str, place: Place, *, dtype: torch.dtype | None = None) -> Tensor:
         """What is at a place of a whole tensor. Only that is read, and little is held beside the result."""
-        held = self._held(name, kind)
-        try:
-            place = checked_place(place, held[0][1].shape)
-        except ValueError as error:
-            refuse(str(self.path), str(error), key=f"{kind} of {name}")
-        result = torch.empty(extents(place), dtype=DTYPES[held[0][1].dtype], device="cpu")
+        result = torch.empty(extents(self._checked(name, kind, place)), dtype=self.dtype(name, kind), device="cpu")
+        self._fill(result, name, kind, place)
+        return result if dtype is None else result.to(dtype)
+
+    def read_into(self, target: Tensor, name: str, kind: str, place: Place) -> None:
+        """The same, where it is to be; nothing is held beside it where it is of the type that was saved."""
+        if target.dtype == self.dtype(name, kind) and target.is_contiguous() and target.device.type == "cpu":
+            self._fill(target.detach(), name, kind, place)
+        else:
+            target.copy_(self.read(name, kind, place))
+
+    def _fill(self, result: Tensor, name: str, kind: str, place: Place) -> None:
+        place = self._checked(name, kind, place)
         bits = result.view(BITS[result.element_size()]).numpy()
-        for shard, piece in held:
+        for shard, piece in self._held(name, kind):
             shared = common(piece.place, place)
             if all(shared):
                 self._copy(shard, piece, shared, bits)
-        return result if dtype is None else result.to(dtype)
+
+    def _checked(self, name: str, kind: str, place: Place) -> Place:
+        try:
+            return checked_place(place, self._held(name, kind)[0][1].shape)
+        except ValueError as error:
+            refuse(str(self.path), str(error), key=f"{kind} of {name}")
 
     def _held(self, name: str, kind: str) -> list[tuple[Shard, Piece]]:
         if kind not in self.manifest.pieces:

@@ -81,7 +81,7 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for leaf in learner.every_leaf():
             name = learner.ties.get(leaf.name, leaf.name)
-            leaf.values.copy_(checkpoint.read(name, VALUE, leaf.place))
+            checkpoint.read_into(leaf.values, name, VALUE, leaf.place)
             state = {kind: checkpoint.read(name, kind, leaf.place) for kind in MOMENTS if name in moments[kind]}
             learner.set_optimizer_state(leaf, state, step=checkpoint.step)
 
