@@ -20,6 +20,7 @@ demo: $(READY)
 
 test: check packages
 	$(BIN)/python -m pytest --numprocesses $(JOBS)
+	@echo all checks passed
 
 # What tests need beside Python: hosts of a virtual cluster, a browser for reports. Without the right to install, they say so.
 packages:
