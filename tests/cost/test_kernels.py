@@ -152,3 +152,17 @@ def test_experts_fewer_than_ranks_are_not_invented():
     layer = replace(load_model("tiny-moe").layers[1], operators=(experts,))
     products = [k for k in kernels(layer, Work(64), Split(tp=8), Stack()) if k.sort in PRODUCTS]
     assert all(k.amount == 1 for k in products)
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"), [("tiny-gpt", {"mlp.down", "mlp_add"}), ("tiny-llama", {"down_proj", "mlp_add"})]
+)
+def test_a_layer_that_ends_with_a_product_has_it_as_its_tail(name, tail):
+    block = max(load_model(name).layers, key=lambda layer: len(layer.operators))
+    made = kernels(block, Work(seq_len=64), Split(), Stack())
+    named = {block.operators[kernel.operator].name for kernel in made if kernel.tail}
+    assert {any(one.endswith(end) for end in tail) for one in named} == {True}
+    assert len(named) == len(tail)
+    experts = next(o for layer in load_model("mixtral-8x7b").layers for o in layer.operators if isinstance(o, Experts))
+    mixed = kernels(replace(block, operators=(*block.operators, experts)), Work(seq_len=64), Split(), Stack())
+    assert not any(kernel.tail for kernel in mixed)

@@ -87,7 +87,11 @@ def test_phases_are_of_one_microbatch_and_sum_to_the_step() -> None:
     assert all(measure_steps._by_phase(case, step) == {measure_steps.WHOLE: 10.0} for case in joint_cases(2))
 
 
-def test_of_whole_steps_the_quickest_turn_counts() -> None:
-    turns = [[4.0, 5.0, 6.0, 7.0], [8.0, 3.0, 9.0, 2.0]]
-    assert measure_steps._typical(measure_steps.WHOLE, turns) == 3.0
-    assert measure_steps._typical(REST, turns) == 4.0
+def test_the_quickest_turn_counts() -> None:
+    assert measure_steps._quickest([[4.0, 5.0, 6.0, 7.0], [8.0, 3.0, 9.0, 2.0]]) == 3.0
+
+
+def test_steps_of_all_ranks_are_compared_with_those_alone_in_the_same_turn() -> None:
+    """A turn in which all is slower says the same of what ranks exchange."""
+    assert measure_steps._beyond([[5.0], [8.0], [9.0], [6.5]], [[3.0], [6.1], [2.0], [3.5]]) == pytest.approx(1.95)
+    assert measure_steps._beyond([[5.0]], [[3.0]]) == 2.0

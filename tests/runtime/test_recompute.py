@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from wavetrain.base.errors import InputError
 from wavetrain.base.units import DType
-from wavetrain.model.operator import Attention, Elementwise, Work
+from wavetrain.model.operator import Attention, Elementwise, Linear, Work
 from wavetrain.plan.layout import Choice, Recompute
 from wavetrain.plan.plan import EVERY, OperatorChoice
 from wavetrain.runtime.chunk import Computed, weighing
@@ -486,3 +487,18 @@ def test_a_stage_of_another_model_is_refused():
     plan = choosing(plain_plan("gpt"), [layer_of(plain_plan("gpt")).operators[0].name])
     with pytest.raises(InputError, match="no such operator"):
         recompute_stage(stage_of("llama"), plan)
+
+
+def test_the_last_product_of_a_block_is_not_computed_again():
+    """What the law's `recompute_tail` of our runtime says: 0."""
+
+    def flops(plan):
+        stage, batch = stage_of("gpt", plan), batch_of([SIZE])
+        with FlopCounterMode(display=False) as counter:
+            stage(batch.tokens[0], batch.targets[0]).backward()
+        return counter.get_total_flops()
+
+    plan = plain_plan("gpt")
+    *others, _ = (o for o in layer_of(plan).operators if isinstance(o, Linear))
+    again = flops(replace(plan, recompute=Recompute.FULL)) - flops(None)
+    assert again == BLOCKS * sum(2 * SIZE * SEQ * o.inputs * o.outputs for o in others)

@@ -18,7 +18,7 @@ from wavetrain.plan.layout import Choice, Recompute
 from wavetrain.plan.stack import Stack
 from wavetrain.schedule import SCHEDULES, Costs, Shape, evaluate
 from wavetrain.sim.breakdown import TERMS
-from wavetrain.sim.estimate import SCHEDULE_KINDS, BlockTimes, bubble_seconds, estimate
+from wavetrain.sim.estimate import SCHEDULE_KINDS, BlockTimes, block_times, bubble_seconds, estimate
 from wavetrain.sim.gather import gather
 from wavetrain.sim.predict import simulate
 
@@ -274,3 +274,14 @@ def test_a_step_by_hand():
     compute_s = 8 * (block.forward_s + block.input_s + block.weight_s)[0]
     assert found.terms["compute"][0] == pytest.approx(compute_s + (found.embedding.total_s + found.head.total_s)[0])
     assert found.terms["host"][0] == LAWS.step_s
+
+
+def test_a_recomputation_that_stops_early_is_shorter_by_the_last_product():
+    plan = plan_of(model_of("gpt3-1.3b", 8), "dgx-a100", seq_len=2048, global_batch=1)
+    plan = replace(plan, recompute=Recompute.FULL)
+    batch, no_host = gather([plan]), replace(LAWS, recompute_host_s=0.0, launch_s=0.0)
+    times = layer_seconds(batch.facts.table, batch.device, batch.stack, batch.precision, no_host)
+    whole, early = (block_times(batch, times, replace(no_host, recompute_tail=share)) for share in (1.0, 0.0))
+    shorter_s = whole.recompute_s - early.recompute_s
+    assert shorter_s == pytest.approx(times.tail_s[batch.blocks])
+    assert np.all(shorter_s > 0)

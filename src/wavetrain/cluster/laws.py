@@ -60,6 +60,7 @@ class Laws:
     tensor_host_s: float  # added per layer pass by tensor parallelism
     recompute_host_s: float  # added per layer that is computed again (random states saved and restored)
     recompute_gap_s: float  # lost per layer that is computed again where nothing is launched ahead
+    recompute_tail: float  # share that is computed again of a layer's last product, of which a backward needs no result
     message_s: float  # added to every message between stages: both ends wait for the host
     step_s: float  # once per step
     tensor_step_s: float  # and per tensor of parameters: an optimizer that takes them one by one

@@ -71,6 +71,7 @@ class Kernel(NamedTuple):
     launches: float = 1.0
     attends: float = 0.0  # 1 for what selective recomputation repeats: scores, softmax, context
     again: float = 0.0  # 1 where the plan has chosen to compute this operator again
+    tail: float = 0.0  # 1 from a layer's last product on, where it ends with one: no backward needs these results
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,14 @@ class Table:
     launches: NDArray[np.float64]
     attends: NDArray[np.float64]
     again: NDArray[np.float64]
+    tail: NDArray[np.float64]
     num_cases: int
 
 
 def table(cases: list[list[Kernel]]) -> Table:
     """The kernels of several layers, one after the other."""
     flat = [(case, *kernel) for case, kernels in enumerate(cases) for kernel in kernels]
-    columns = np.array(flat, dtype=np.float64).reshape(-1, 12).T
+    columns = np.array(flat, dtype=np.float64).reshape(-1, 13).T
     case, _, phase, sort = (columns[i].astype(np.intp) for i in range(4))
     return Table(
         case=case,
@@ -128,6 +130,7 @@ def table(cases: list[list[Kernel]]) -> Table:
         launches=columns[9],
         attends=columns[10],
         again=columns[11],
+        tail=columns[12],
         num_cases=len(cases),
     )
 
@@ -146,11 +149,20 @@ def kernels(
     `slices` of single operators, by name, replace those of `split`.
     """
     made: list[Kernel] = []
-    whole = split
+    whole, tail = split, _tail(layer)
     for number, operator in enumerate(layer.operators):
         split = replace(whole, slices=slices[operator.name]) if slices and operator.name in slices else whole
-        made += [kernel._replace(operator=number) for kernel in _of(operator, work, split, stack, fp8)]
+        own = _of(operator, work, split, stack, fp8)
+        made += [kernel._replace(operator=number, tail=float(number >= tail)) for kernel in own]
     return made
+
+
+def _tail(layer: Layer) -> int:
+    """The operator that ends a layer with a product, sums after it aside; beyond the last where none does."""
+    count = len(layer.operators)
+    ends = (number for number in reversed(range(count)) if not isinstance(layer.operators[number], Elementwise))
+    last = next(ends, count)
+    return last if last < count and isinstance(layer.operators[last], Linear) else count
 
 
 def _of(operator: Operator, work: Work, split: Split, stack: Stack, fp8: bool) -> Iterator[Kernel]:

@@ -69,12 +69,13 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Kernel time and launches by phase (columns F, I, W); the forward time of attention, and of chosen operators."""
+    """Kernel time and launches by phase (columns F, I, W); the forward time of some operators."""
 
     kernels_s: Floats
     launches: Floats
     attention_s: Floats
     chosen_s: Floats  # forward of the operators chosen to be computed again
+    tail_s: Floats  # forward of a layer's last product and what follows it
 
 
 def layer_facts(cases: Sequence[Case]) -> LayerFacts:
@@ -100,11 +101,15 @@ def layer_seconds(facts: Table, device: Device, stack: Stack, precision: Precisi
     key = facts.case * 3 + facts.phase
     by_phase = np.bincount(key, seconds, cases * 3).reshape(cases, 3)
     launches = np.asarray(np.bincount(key, facts.launches, cases * 3).reshape(cases, 3), dtype=np.float64)
-    attends = (facts.attends > 0) & (facts.phase == Phase.F)
-    attention = np.bincount(facts.case, np.where(attends, seconds, 0.0), cases)
-    chosen = np.bincount(facts.case, np.where((facts.again > 0) & (facts.phase == Phase.F), seconds, 0.0), cases)
-    found = (np.asarray(value, dtype=np.float64) for value in (attention, chosen))
-    return LayerSeconds(by_phase + launches * laws.gap_s, launches, *found)
+    with_gaps = seconds + facts.launches * laws.gap_s
+
+    def forward(these: Floats, own: Floats) -> Floats:
+        chosen = np.where((these > 0) & (facts.phase == Phase.F), own, 0.0)
+        return np.asarray(np.bincount(facts.case, chosen, cases), dtype=np.float64)
+
+    attention_s, chosen_s = (forward(these, seconds) for these in (facts.attends, facts.again))
+    tail_s = forward(facts.tail, with_gaps)
+    return LayerSeconds(by_phase + launches * laws.gap_s, launches, attention_s, chosen_s, tail_s)
 
 
 def kernel_seconds(facts: Table, device: Device, stack: Stack, precision: Precision, laws: Laws) -> Floats:

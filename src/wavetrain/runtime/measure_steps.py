@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +21,7 @@ from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.samples import (
     AGAIN,
+    ALONE,
     BACKWARD,
     EMPTY,
     FEW,
@@ -46,7 +46,7 @@ else:
 
 FIRST = 1  # steps that do not count: memory is found, kernels are chosen
 STEPS = ((64, 16), (128, 10), (512, 3))  # that count in a turn, of models up to a width
-STEPS_TOGETHER = ((64, 16), (512, 5))  # of those that are compared with steps of several ranks too
+STEPS_TOGETHER = ((64, 48), (512, 5))  # of those that are compared with steps of several ranks too
 PATIENCE_S = 300.0
 WHOLE = ""
 
@@ -72,7 +72,7 @@ class StepTurns:
     def samples(self) -> list[Sample]:
         """Of phases the median over ranks, of whole steps the slowest."""
         world, key = self._world, f"steps-took/{self._name}"
-        own = [_typical(phase, turns) for (_, phase), turns in self._found.items()]
+        own = [self._typical(case, phase) for case, phase in self._found]
         world.store.set(f"{key}/{world.rank}", json.dumps(own))
         rows = [json.loads(world.store.get(f"{key}/{rank}")) for rank in range(world.size)]
         found = []
@@ -83,6 +83,12 @@ class StepTurns:
                 found.append(Sample(case.what, case.sizes, max(column), ranks=case.ranks))
         return found
 
+    def _typical(self, case: StepCase, phase: str) -> float:
+        """On this rank; a model that each rank trained alone as well takes so much longer together."""
+        turns = self._found[case, phase]
+        alone = self._found.get((case._replace(what=ALONE, ranks=1), phase))
+        return _quickest(turns) if alone is None or alone is turns else _quickest(alone) + _beyond(turns, alone)
+
     def _own(self, case: StepCase) -> World:
         """The world of a case, with a part of the store for itself; alone, a rank has a world of one."""
         world, name = self._world, f"steps/{self._name}/{self._number}"
@@ -92,9 +98,15 @@ class StepTurns:
         return replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
 
 
-def _typical(phase: str, turns: Sequence[list[float]]) -> float:
-    """The lower quartile of steps; of whole ones that of the quickest turn (see `NetworkTurns`)."""
-    return min(map(lower_quartile, turns)) if phase == WHOLE else lower_quartile(list(chain.from_iterable(turns)))
+def _quickest(turns: Sequence[Sequence[float]]) -> float:
+    """The lower quartile of the quickest turn's steps: neighbours that fill the caches may stay for several turns."""
+    return min(map(lower_quartile, turns))
+
+
+def _beyond(turns: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]) -> float:
+    """What steps of all ranks took longer than those of each alone right after them, in the lesser half of turns."""
+    longer = sorted(lower_quartile(one) - lower_quartile(other) for one, other in zip(turns, alone, strict=True))
+    return mean(longer[: -(-len(longer) // 2)])
 
 
 class _Step(NamedTuple):

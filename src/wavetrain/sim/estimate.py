@@ -161,7 +161,8 @@ def block_times(batch: Batch, times: LayerSeconds, laws: Laws) -> BlockTimes:
     input_s = np.maximum(times.kernels_s[of, 1], launch_s[of, 1] + extra_s)
     weight_s = np.maximum(times.kernels_s[of, 2], launch_s[of, 2]) + accumulation_seconds(batch, of, laws)
     backward_s = input_s + weight_s
-    again_s = np.maximum(times.kernels_s[of, 0], launch_s[of, 0] + laws.recompute_host_s)
+    needed_s = times.kernels_s[of, 0] - (1 - laws.recompute_tail) * times.tail_s[of]
+    again_s = np.maximum(needed_s, launch_s[of, 0] + laws.recompute_host_s)
     gap_s = laws.recompute_gap_s
     parts_s = [again_s + gap_s, times.attention_s[of] + gap_s, times.chosen_s[of]]
     recompute_s = np.select([batch.recompute == kind for kind in (2, 1, 3)], parts_s, 0.0)

@@ -56,6 +56,7 @@ LEAST_BYTES = 0.01  # per element: a law's constant is above 0
 LARGER_COUNT = 0.2  # power of a model's time that its relative error counts by: larger ones are trained for longer
 LEAST_SHARE = 0.001  # what a cluster file takes
 INNER_HALVES = (0.0, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0)  # in between, noise would choose
+USUAL_INNER_HALF, PAYS = 8.0, 0.7  # another one must shrink the squares of errors to this share
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,16 @@ def _share(per_flop_s: float, rate: float) -> float:
 
 
 def _memory_rate(samples: Sequence[Sample]) -> float:
-    """Of the two largest copies, together: on a processor in its caches, as a step's tensors are, else beyond them."""
-    largest = sorted((sample for sample in samples if sample.what == "copy"), key=lambda sample: sample.sizes)[-2:]
-    return sum(sample.sizes[0] for sample in largest) / sum(sample.seconds for sample in largest)
+    """Of copies, together: on a processor in a core's own caches, else beyond them."""
+    copies = [sample for sample in samples if sample.what == "copy"]
+    return sum(sample.sizes[0] for sample in copies) / sum(sample.seconds for sample in copies)
 
 
 def runtime_laws() -> Laws:
     """Our runtime on a processor without streams: nothing is launched ahead, each collective is waited for."""
-    nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "doubling", "reserve_bytes", "buffer_bytes")
+    nothing = ("launch_s", "tensor_host_s", "recompute_host_s", "recompute_tail", "doubling", "reserve_bytes")
     shown = ("link_exposed", "network_exposed", "head_exposed", "tensor_exposed", "context_exposed")
-    values = dict.fromkeys((*nothing, "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
+    values = dict.fromkeys((*nothing, "buffer_bytes", "fragmentation"), 0.0) | dict.fromkeys(shown, 1.0)
     return replace(load_laws(), **values)  # type: ignore[arg-type]
 
 
@@ -194,12 +195,17 @@ def in_whole_models(found: Calibrated, samples: Sequence[Sample]) -> Calibrated:
 
 
 def _computing_again(device: Device, laws: Laws, samples: Sequence[Sample]) -> Laws:
-    """With what is lost per layer that is computed again: beyond another forward, over what the model takes without."""
+    """With what is lost per layer that is computed again: beyond another forward, over what the model takes without.
+
+    That forward takes as many times what laws say of it as the first one did.
+    """
     forward, backward = (smalls(samples, phase) for phase in PHASES)
     lost = list[float]()
     for small, seconds in smalls(samples, AGAIN).items():
         without = replace(laws, recompute_gap_s=0.0)
-        again_s = sum(small_seconds(small, device, without, RECOMPUTED)) - sum(small_seconds(small, device, without))
+        said_forward_s, said_backward_s = small_seconds(small, device, without)
+        said_again_s = sum(small_seconds(small, device, without, RECOMPUTED)) - said_forward_s - said_backward_s
+        again_s = said_again_s * forward[small] / said_forward_s
         lost.append((seconds - forward[small] - backward[small] - again_s) / small.layers)
     return replace(laws, recompute_gap_s=max(0.0, float(np.mean(lost)))) if lost else laws
 
@@ -235,7 +241,8 @@ def product_law(samples: Sequence[Sample], dtype: str) -> Products:
     tried = []
     for inner_half in INNER_HALVES:
         (_, per_flop_s), errors = fitted([kernels, flops + inner_half * results], seconds)
-        tried.append((float(np.sum(errors**2)), float(per_flop_s), inner_half, errors))
+        squares = float(np.sum(errors**2)) * (PAYS if inner_half == USUAL_INNER_HALF else 1.0)
+        tried.append((squares, float(per_flop_s), inner_half, errors))
     _, per_flop_s, inner_half, errors = min(tried, key=lambda one: one[0])
     if per_flop_s <= 0:  # noise hid what products take: none is faster than the fastest that was timed
         per_flop_s = float(np.min(seconds / flops))

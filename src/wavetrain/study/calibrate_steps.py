@@ -29,17 +29,18 @@ Change = Callable[[Cluster, float], Cluster]  # a cluster with another value of 
 def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
     """The cluster with what only whole steps of all ranks show.
 
-    Of a pipeline that computes nothing: what a message takes on its hosts. Of tiny replicas: what a step takes once
-    where ranks wait for one another. Of a wide model on replicas and sharded: how many times longer bytes of
-    collectives take than alone, with caches that are cold and all that is copied for them. Of a tiny one sharded: how
-    much later gathers begin than alone, with all that FSDP2 does.
+    Of a pipeline that computes nothing: how many times longer messages are on their way than alone. Of tiny replicas:
+    what a step takes once where ranks wait for one another. Of a wide model on replicas and sharded: how many times
+    longer bytes of collectives take than alone, with caches that are cold and all that is copied for them. Of a tiny
+    one sharded: how much later gathers begin than alone, with all that FSDP2 does.
     """
     by_case = {(sample.what, sample.sizes[1]): sample for sample in samples if sample.what in WHOLE}
     tiny, wide = TINY.hidden, WIDE.hidden
     if by_case:  # on processors, where what carries gradients beside compute takes its core
         cluster = _law("gradient_exposed")(cluster, 1.0)
     if empty := by_case.get((EMPTY, tiny)):
-        cluster = _law("message_s")(cluster, _solved(instant(cluster), empty, _law("message_s")))
+        cluster = _law("message_s")(cluster, 0.0)  # what hosts take for one can't be told from its way
+        cluster = _longer(cluster)(cluster, _solved(instant(cluster), empty, _longer(cluster)))
     alone = {width: _on_one(cluster, by_case.get((ALONE, width))) for width in (tiny, wide)}
     each_needs_the_others = [
         (_law("step_s"), tiny, [REPLICAS]),
@@ -103,6 +104,11 @@ def _law(name: str) -> Change:
 def _start(alone: Cluster, kinds: Sequence[str]) -> Change:
     """Some kinds of collectives begin so much later than alone."""
     return _achieved(alone, kinds, lambda own, first, value: replace(own, start_s=first.start_s + value))
+
+
+def _longer(alone: Cluster) -> Change:
+    """Messages are so many times longer on their way than alone, whatever is in them."""
+    return _achieved(alone, ["send"], lambda own, first, value: replace(own, latency_s=first.latency_s * value))
 
 
 def _slower(alone: Cluster, kinds: Sequence[str]) -> Change:
