@@ -35,6 +35,7 @@ from wavetrain.plan import Plan, Precision, Request, plan_of
 from wavetrain.plan.stack import stack_with
 from wavetrain.planner.ask import question
 from wavetrain.planner.search import search
+from wavetrain.runtime.measure_network import FULL as LONG
 from wavetrain.runtime.measure_network import network_samples
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.samples import Sample
@@ -111,7 +112,7 @@ def described(case: Case, joined: Joined) -> Cluster:
 
 def measured_network(case: Case, virtual: VirtualCluster) -> Joined:
     def work(world: World) -> None:
-        found = network_samples(world, quick=False)
+        found = network_samples(world, device="cpu", effort=LONG)
         if world.rank == 0:
             world.give(json.dumps([(s.what, s.sizes, s.seconds, s.dtype, s.ranks, s.hosts) for s in found]).encode())
 

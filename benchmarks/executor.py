@@ -167,7 +167,9 @@ Carrier = Callable[[Setting, World], Transport]
 def by_memory(setting: Setting, world: World) -> Transport:
     """Shared memory: what `wavetrain train --local` uses."""
     links = links_of(setting.actions)
-    return open_same_host(world.rank, world.size, world.store, links, most_bytes=setting.kilobytes * 1024)
+    return open_same_host(
+        world.rank, world.size, world.store, links, most_bytes=setting.kilobytes * 1024, crowded=world.place.is_crowded
+    )
 
 
 def by_gloo(setting: Setting, world: World) -> Transport:

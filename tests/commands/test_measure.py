@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -27,28 +26,17 @@ Run = Callable[..., Ran]
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Microbenchmarks that take no time, and a device that is known."""
 
-    class Turns:
-        def __init__(self, *_, **__) -> None:
-            self.made = 0
-
-        def turn(self, told) -> None:
-            told("gemm", 0.5)
-            self.made += 1
-
-        def samples(self) -> list[Sample]:
-            return [Sample("gemm-forward", (64, 64, 64), 1.5)] * self.made
-
-    class NoTurns(Turns):
-        def samples(self) -> list[Sample]:
-            return []
+    def compute_samples(_, told, **__) -> list[Sample]:
+        told("gemm", 0.5)
+        return [Sample("gemm-forward", (64, 64, 64), 1.5)]
 
     def calibrate_compute(samples, *, name, title, memory_bytes, like) -> Calibrated:
         assert [sample.seconds for sample in samples] == [1.5], "of one turn; no sample of the network"
         device = replace(like, name=name, title=title, memory_bytes=memory_bytes, memory_bytes_per_s=1.23456789e10)
         return Calibrated(device, replace(load_laws(), gap_s=1e-6 / 3), {"gemm": 0.0123456})
 
-    monkeypatch.setattr("wavetrain.runtime.measure_compute.ComputeTurns", Turns)
-    monkeypatch.setattr("wavetrain.runtime.measure_steps.StepTurns", NoTurns)
+    monkeypatch.setattr("wavetrain.runtime.measure_compute.compute_samples", compute_samples)
+    monkeypatch.setattr("wavetrain.runtime.measure_steps.step_samples", lambda *_, **__: [])
     monkeypatch.setattr("wavetrain.study.calibrate.calibrate_compute", calibrate_compute)
     monkeypatch.setattr("wavetrain.study.calibrate_steps.in_whole_steps", lambda cluster, _: cluster)
 
@@ -113,29 +101,27 @@ def test_the_network_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "exists already" in again.err
 
 
-def test_what_ranks_exchange_has_two_turns_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_exchange_has_two_turns_of_each() -> None:
     """On a processor and not in a hurry; elsewhere there is one turn of all."""
     from wavetrain.commands import measure as module
 
-    def named(name: str):
-        return lambda *given, **named: (name, next((word for word in given if isinstance(word, str)), named))
+    def parts(ranks: int, device: str, turns: int, *, quick: bool = False, network_only: bool = False) -> list:
+        return module.parts_of(ranks, device, turns, quick=quick, network_only=network_only)
 
-    for where, name in (("compute", "ComputeTurns"), ("network", "NetworkTurns"), ("steps", "StepTurns")):
-        monkeypatch.setattr(f"wavetrain.runtime.measure_{where}.{name}", named(where))
-    world = SimpleNamespace(size=2)
+    def names(*given, **named) -> list[str]:
+        return [part.name for part in parts(*given, **named)]
 
-    def parts(device: str, turns: int, *, quick: bool = False, network_only: bool = False) -> list:
-        return module._parts(world, device, turns, quick=quick, network_only=network_only)
-
-    compute, network, together, alone, *again = parts("cpu", module.TURNS)
-    assert (together, alone, again) == (("steps", "together"), ("steps", "alone"), [network, together])
-    assert compute[1]["passes"] * module.TURNS == module.PASSES
-    assert network[1]["effort"] == FULL.part(module.EXCHANGES * module.TURNS)
-    assert [name for name, _ in parts("cuda", 1)] == ["compute", "network"]
-    assert parts("cuda", 1)[0][1]["passes"] == module.PASSES
-    assert [name for name, _ in parts("cpu", 1, quick=True)] == ["compute", "network", "steps", "steps"]
-    assert parts("cpu", 1, quick=True)[1][1]["effort"] == QUICK
-    assert [name for name, _ in parts("cpu", 1, network_only=True)] == ["network"]
+    compute, network, *_ = parts(2, "cpu", module.TURNS)
+    exchanged = ["network", "steps of all ranks"]
+    assert names(2, "cpu", module.TURNS) == ["operators", *exchanged, "steps of each rank", *exchanged]
+    assert compute.work.keywords["passes"] * module.TURNS == module.PASSES
+    assert network.work.keywords["effort"] == FULL.part(module.EXCHANGES * module.TURNS)
+    assert names(1, "cpu", module.TURNS) == ["operators", "steps of each rank"]
+    assert names(2, "cuda", 1) == ["operators", "network"]
+    assert parts(2, "cuda", 1)[0].work.keywords["passes"] == module.PASSES
+    assert names(2, "cpu", 1, quick=True) == ["operators", *exchanged, "steps of each rank"]
+    assert parts(2, "cpu", 1, quick=True)[1].work.keywords["effort"] == QUICK
+    assert names(2, "cpu", 1, network_only=True) == ["network"]
 
 
 def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

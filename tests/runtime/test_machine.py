@@ -17,9 +17,9 @@ def test_this_machine_has_cores_and_memory() -> None:
 
 def test_threads_of_a_core_count_once(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(module, "_core", lambda number: (str(number % 6),))
+    monkeypatch.setattr(module, "core", lambda number: (str(number % 6),))
     assert ranks_here("cpu") == 6
-    monkeypatch.setattr(module, "_core", lambda number: (str(number),))
+    monkeypatch.setattr(module, "core", lambda number: (str(number),))
     assert ranks_here("cpu") == 8
 
 

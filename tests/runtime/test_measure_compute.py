@@ -7,7 +7,7 @@ import torch
 from torch.distributed import HashStore
 
 from wavetrain.runtime import measure_compute as module
-from wavetrain.runtime.measure_compute import MOST_NARROW, PRODUCTS, WIDE_PRODUCTS, Case, ComputeTurns, product_sizes
+from wavetrain.runtime.measure_compute import MOST_NARROW, PRODUCTS, WIDE_PRODUCTS, Case, compute_samples, product_sizes
 from wavetrain.runtime.progress import Progress
 
 
@@ -24,7 +24,7 @@ def test_every_rank_computes_on_a_device_of_its_own(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(StoppedError):
-        ComputeTurns(SimpleNamespace(rank=7, local_rank=3), device="cuda", quick=True, passes=1).turn(lambda *_: None)
+        compute_samples(SimpleNamespace(local_rank=3), lambda *_: None, device="cuda", quick=True, passes=1)
     assert chosen == [3]
 
 
@@ -52,21 +52,20 @@ def test_products_in_16_bits_are_small_on_processors_only(quick: bool) -> None:
         assert set(PRODUCTS) == set(product_sizes("fp32", device=device, quick=False))
 
 
-def test_a_sample_is_the_lower_quartile_of_all_turns_and_the_lesser_median_of_ranks(
+def test_a_sample_is_the_lower_quartile_of_passes_and_the_lesser_median_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    store, told, found, places = HashStore(), [], {}, []
     took = iter([5.0, 1.0, 2.0, 9.0, 7.0, 3.0, 4.0, 8.0])  # rank 1's, then rank 0's
     case = Case("gemm-forward", (1, 2, 3), lambda: lambda: None, 2)
-    monkeypatch.setattr(module, "_all_cases", lambda *_, **__: made.append(1) or [case])
+    monkeypatch.setattr(module, "_all_cases", lambda *_, **__: [case])
     monkeypatch.setattr(module, "_seconds", lambda *_: next(took))
-    store, told, found, made = HashStore(), [], {}, []
+    monkeypatch.setattr(module, "settle", places.append)
     for rank in (1, 0):
-        world = SimpleNamespace(rank=rank, size=2, store=store, progress=Progress(rank=rank))
-        turns = ComputeTurns(world, device="cpu", quick=True, passes=2)
-        turns.turn(lambda *words: told.append(words))
-        turns.turn(lambda *words: told.append(words))
-        (found[rank],) = turns.samples()
-    assert [share for _, share in told] == [0.0, 0.5] * 4
-    assert len(made) == 4, "new tensors with every turn"
+        world = SimpleNamespace(rank=rank, size=2, store=store, progress=Progress(rank=rank), place=rank)
+        words = {"device": "cpu", "quick": True, "passes": 4}
+        (found[rank],) = compute_samples(world, lambda *words: told.append(words), **words)
+    assert [share for _, share in told] == [0.0, 0.25, 0.5, 0.75] * 2
+    assert places == [1, 0]
     assert (found[1].seconds, found[0].seconds) == (2.0 / 2, 2.0 / 2), "of 1 2 5 9 and 3 4 7 8, halved"
     assert (found[0].what, found[0].sizes) == (case.what, case.sizes)

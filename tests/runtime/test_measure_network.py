@@ -3,9 +3,6 @@
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +16,10 @@ from wavetrain.cost.collective import Collective, seconds
 from wavetrain.runtime import measure_network
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.measure_network import (
-    MOST_S,
     QUICK,
     QUICK_SIZES,
     Effort,
     Hosts,
-    NetworkTurns,
     Pass,
     Shape,
     hosts_of,
@@ -51,11 +46,11 @@ def given(work, ranks: int, run=run_local) -> list:
 
 
 def measured(world: World) -> list[dict]:
-    return [asdict(one) for one in network_samples(world, quick=True)]
+    return [one.row for one in network_samples(world, device="cpu", effort=QUICK)]
 
 
 def read(rows: list[dict]) -> list[Sample]:
-    return [Sample(**(row | {"sizes": tuple(row["sizes"])})) for row in rows]
+    return list(map(Sample.of, rows))
 
 
 def errors(samples: list[Sample], *, devices: int, hosts: int) -> list[float]:
@@ -142,31 +137,6 @@ def test_the_quicker_half_counts() -> None:
     assert measure_network._typical([1.0, 9.0, 1.2, 50.0, 1.1, 8.0]) == 1.1
     assert measure_network._typical([7.0]) == 7.0
     assert Shape("send", 4, 2, 1).sample(1.1) == Sample("send", (4,), 1.1, "fp32", 2, 1)
-
-
-def test_every_turn_opens_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And adds to what turns before have found, until they have taken long enough."""
-    opened = []
-
-    @contextmanager
-    def noted(world: World, device: str) -> Iterator[None]:
-        with groups(world, device):
-            opened.append(dist.group.WORLD)
-            yield
-
-    def work(world: World) -> list[int]:
-        turns, counts = NetworkTurns(world, device="cpu", effort=QUICK.part(3)), []
-        for most_s in (MOST_S, MOST_S, 1e-3):
-            monkeypatch.setattr(measure_network, "MOST_S", most_s)
-            turns.turn(lambda *_: None)
-            counts.append(max(map(len, turns._found.values())))
-        assert len(set(map(id, opened))) == len(opened) == 2
-        assert len(turns.samples()) == len(turns._found)
-        return counts
-
-    groups = measure_network._process_groups
-    monkeypatch.setattr(measure_network, "_process_groups", noted)
-    assert given(work, 2) == [[1, 2, 2]] * 2
 
 
 def test_a_part_of_an_effort_times_everything_once_at_least() -> None:

@@ -1,14 +1,14 @@
 """Whole steps of real ranks, by phase."""
 
 import json
-from dataclasses import asdict
+from functools import partial
 
 import pytest
 
 from wavetrain.runtime import measure_steps
 from wavetrain.runtime.executor import Moment
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.measure_steps import StepTurns
+from wavetrain.runtime.measure_steps import step_samples
 from wavetrain.runtime.report import Limits
 from wavetrain.runtime.samples import (
     AGAIN,
@@ -29,7 +29,7 @@ from wavetrain.runtime.samples import (
     smalls,
     step_case,
 )
-from wavetrain.runtime.turns import in_turns
+from wavetrain.runtime.turns import Part, in_turns
 from wavetrain.runtime.world import World
 
 PATIENT = Limits(floor_s=300.0, start_s=300.0)
@@ -40,13 +40,14 @@ def samples(ranks: int) -> list[list[Sample]]:
 
     def work(world: World) -> None:
         parts = [
-            StepTurns(world, "alone", lone_cases(quick=True)),
-            StepTurns(world, "together", joint_cases(world.size)),
+            Part("alone", partial(step_samples, cases=lone_cases(quick=True))),
+            Part("together", partial(step_samples, cases=joint_cases(world.size))),
         ]
-        world.give(json.dumps([asdict(one) for one in in_turns(parts, 2, lambda *_: None)]).encode())
+        found = in_turns(world, parts, 2, lambda *_: None, forks=True)
+        world.give(json.dumps([one.row for one in found]).encode())
 
     results = run_local(work, ranks, limits=PATIENT).check().results
-    return [[Sample(**(row | {"sizes": tuple(row["sizes"])})) for row in json.loads(one)] for one in results]
+    return [list(map(Sample.of, json.loads(one))) for one in results]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -85,13 +86,3 @@ def test_phases_are_of_one_microbatch_and_sum_to_the_step() -> None:
     assert 2 * (found[FORWARD] + found[BACKWARD]) + found[OPTIMIZER] + found[REST] == pytest.approx(10.0)
     assert measure_steps._by_phase(lone_case(RECOMPUTED, TINY), step) == pytest.approx({AGAIN: 3.1})
     assert all(measure_steps._by_phase(case, step) == {measure_steps.WHOLE: 10.0} for case in joint_cases(2))
-
-
-def test_the_quickest_turn_counts() -> None:
-    assert measure_steps._quickest([[4.0, 5.0, 6.0, 7.0], [8.0, 3.0, 9.0, 2.0]]) == 3.0
-
-
-def test_steps_of_all_ranks_are_compared_with_those_alone_in_the_same_turn() -> None:
-    """A turn in which all is slower says the same of what ranks exchange."""
-    assert measure_steps._beyond([[5.0], [8.0], [9.0], [6.5]], [[3.0], [6.1], [2.0], [3.5]]) == pytest.approx(1.95)
-    assert measure_steps._beyond([[5.0]], [[3.0]]) == 2.0

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from wavetrain.runtime.launch import run_local
-from wavetrain.runtime.settle import settle
-from wavetrain.runtime.world import World, gloo_group
+from wavetrain.runtime.settle import own_cores, settle
+from wavetrain.runtime.world import Place, World, gloo_group
 
 
 def _policies(world: World) -> None:
@@ -46,3 +46,42 @@ def test_a_chosen_policy_stays() -> None:
 
     main, *_ = json.loads(run_local(work, 1).check().results[0] or b"[]")
     assert main == os.SCHED_IDLE
+
+
+def place(rank: int, ranks: int, cores: set[int]) -> Place:
+    return Place(rank=rank, size=ranks, local_rank=rank, host="", port=0, local_size=ranks, cores=frozenset(cores))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own"),
+    [
+        (1, [{0, 1, 2, 3, 4, 5, 6, 7}]),
+        (2, [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (3, [{0, 4}, {1, 5}, {2, 6}]),
+        (4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        (5, [set()] * 5),
+    ],
+)
+def test_each_rank_has_whole_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, ranks: int, own: list[set[int]]) -> None:
+    """Four cores of two threads each, numbered as Linux does."""
+    monkeypatch.setattr("wavetrain.runtime.settle.core", lambda number: ("0", str(number % 4)))
+    assert [own_cores(place(rank, ranks, set(range(8)))) for rank in range(ranks)] == own
+    assert [place(rank, ranks, set(range(8))).is_crowded for rank in range(ranks)] == [False] * ranks
+    assert [own_cores(place(rank, ranks, set())) for rank in range(ranks)] == [set()] * ranks, "somebody has dealt them"
+    assert place(0, 9, set(range(8))).is_crowded
+
+
+def test_ranks_stay_on_their_cores_with_all_threads() -> None:
+    def work(world: World) -> None:
+        settle(world.place)
+        with gloo_group(world, timeout_s=30):
+            tasks = {int(task.name): (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+            own = [threading.get_native_id(), *(task for task, name in tasks.items() if "gloo" in name)]
+            world.give(json.dumps([sorted(os.sched_getaffinity(task)) for task in own]).encode())
+
+    ranks, usable = 2, os.sched_getaffinity(0)
+    found = [json.loads(given) for given in run_local(work, ranks).check().results]
+    for rank, (main, *of_gloo) in enumerate(found):
+        assert set(main) == (own_cores(place(rank, ranks, usable)) or usable)
+        assert of_gloo == [main] * len(of_gloo)
+        assert of_gloo

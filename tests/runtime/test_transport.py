@@ -62,7 +62,9 @@ def by_link(c, world):
 
 
 def by_memory(c, world):
-    return open_same_host(world.rank, world.size, world.store, all_links(c), most_bytes=2**14)
+    return open_same_host(
+        world.rank, world.size, world.store, all_links(c), most_bytes=2**14, crowded=world.place.is_crowded
+    )
 
 
 def by_little_memory(c, world):

@@ -1,5 +1,7 @@
 import ctypes
+import os
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,7 @@ TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
@@ -35,10 +38,15 @@ def test_nothing_set_is_no_place() -> None:
     assert place_from_environment({"PATH": "/bin", "MASTER_ADDR": "left over", "SLURM_JOB_ID": "7"}) is None
 
 
-def test_torchrun() -> None:
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     expected = Place(rank=5, size=8, local_rank=1, host="10.0.0.1", port=29500, attempt=2)
+    expected = replace(expected, local_size=4, cores=frozenset({0, 1, 2}))
     assert place_from_environment(TORCHRUN) == expected
     assert place_from_environment(TORCHRUN | SLURM) == expected  # torchrun inside srun: the inner one counts
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    assert place_from_environment(TORCHRUN) == replace(expected, cores=frozenset()), "it was bound to a core of its own"
 
 
 def test_rank_0_serves_unless_the_agent_does() -> None:

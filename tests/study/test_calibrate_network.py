@@ -180,3 +180,13 @@ def test_what_a_kind_achieves_is_as_a_file_may_say_it():
     found = _achieved(Collective.ALL_GATHER, Constants(0.0, 0.0, byte_s=1e-9, pair_s=1e-6, ramp_s=0.0), rate=1e13)
     assert (found.pair_loss, found.efficiency) == (100.0, 0.001)
     assert _achieved(Collective.ALL_GATHER, Constants(0.0, 0.0, 1e-9, 0.0, 0.0), rate=1.0).efficiency == 100.0
+
+
+def test_a_rate_is_found_beside_a_sample_that_tells_another() -> None:
+    """A shaped link lets small messages through at once; seconds of a byte are so few that they look like none."""
+    sizes = (4096, 65536, 524288, 2097152)
+    took = [0.039e-3, 1.459e-3, 13.462e-3, 54.583e-3]
+    samples = [Sample("send", (size,), seconds, ranks=2, hosts=2) for size, seconds in zip(sizes, took, strict=True)]
+    network = calibrate_network(samples, devices=1, hosts=2, tree=False).network
+    assert network is not None
+    assert network.nic_bytes_per_s == pytest.approx(sizes[-1] / took[-1], rel=0.15)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from wavetrain.commands.shared import AsJson, show, writing
 if TYPE_CHECKING:
     from wavetrain.cluster import Cluster
     from wavetrain.runtime.samples import Sample
-    from wavetrain.runtime.turns import Turns
+    from wavetrain.runtime.turns import Part
     from wavetrain.runtime.world import Place, World
 
 MOST_LOCAL = 512
@@ -166,8 +167,7 @@ def found_of(made: dict[str, Any]) -> Found:
     """What rank 0 gave."""
     from wavetrain.runtime.samples import Sample
 
-    samples = tuple(Sample(**(row | {"sizes": tuple(row["sizes"])})) for row in made.pop("samples"))
-    return Found(samples, **made)
+    return Found(tuple(map(Sample.of, made.pop("samples"))), **made)
 
 
 def on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> dict[str, Any]:
@@ -178,33 +178,36 @@ def on_rank(world: World, device: str, *, quick: bool, network_only: bool) -> di
 
     told, hosts = _Teller(world.rank), hosts_of(world)
     turns = 1 if quick or network_only or device == "cuda" else TURNS
-    samples = in_turns(_parts(world, device, turns, quick=quick, network_only=network_only), turns, told)
+    parts = parts_of(world.size, device, turns, quick=quick, network_only=network_only)
+    samples = in_turns(world, parts, turns, told, forks=device == "cpu")
     told.finish()
     here = asdict(machine(device, ranks=hosts.each))
-    return {"samples": [asdict(sample) for sample in samples], "hosts": hosts.count, "each": hosts.each} | here
+    return {"samples": [sample.row for sample in samples], "hosts": hosts.count, "each": hosts.each} | here
 
 
-def _parts(world: World, device: str, turns: int, *, quick: bool, network_only: bool) -> list[Turns]:
+def parts_of(ranks: int, device: str, turns: int, *, quick: bool, network_only: bool) -> list[Part]:
     """What is measured, in its order within a turn; steps are the runtime's own, which is for processors.
 
     What ranks exchange varies most: of several turns each has it twice.
     """
-    from wavetrain.runtime.measure_compute import ComputeTurns
-    from wavetrain.runtime.measure_network import FULL, QUICK, NetworkTurns
-    from wavetrain.runtime.measure_steps import StepTurns
+    from wavetrain.runtime.measure_compute import compute_samples
+    from wavetrain.runtime.measure_network import FULL, MOST_S, QUICK, network_samples
+    from wavetrain.runtime.measure_steps import step_samples
     from wavetrain.runtime.samples import joint_cases, lone_cases
+    from wavetrain.runtime.turns import Part
 
     again = EXCHANGES if turns > 1 else 1
-    network = NetworkTurns(world, device=device, effort=(QUICK if quick else FULL).part(turns * again))
+    effort = (QUICK if quick else FULL).part(turns * again)
+    network = Part("network", partial(network_samples, device=device, effort=effort), MOST_S)
     if network_only:
         return [network]
     passes = -(-(QUICK_PASSES if quick else PASSES) // turns)
-    compute = ComputeTurns(world, device=device, quick=quick, passes=passes)
+    compute = Part("operators", partial(compute_samples, device=device, quick=quick, passes=passes))
     if device != "cpu":
         return [compute, network]
-    lone = StepTurns(world, "alone", lone_cases(quick=quick))
-    joint = StepTurns(world, "together", joint_cases(world.size))
-    exchanged: list[Turns] = [network, joint]
+    lone = Part("steps of each rank", partial(step_samples, cases=lone_cases(quick=quick)))
+    joint = Part("steps of all ranks", partial(step_samples, cases=joint_cases(ranks)))
+    exchanged = [network, joint] if ranks > 1 else []
     return [compute, *exchanged, lone, *exchanged * (again - 1)]
 
 

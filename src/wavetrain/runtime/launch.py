@@ -7,7 +7,6 @@ with its parent, whatever ends that. When one fails or hangs, the report names t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import itertools
 import json
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ import torch
 from wavetrain.base.codec import dumps
 from wavetrain.base.errors import RunError, WavetrainError
 from wavetrain.runtime.board import CHECK_S, PAGE_BYTES, Board, Heart, SharedProgress
+from wavetrain.runtime.fork import fork
 from wavetrain.runtime.progress import Phase, Progress
 from wavetrain.runtime.report import Limits, Report, diagnose, trouble
 from wavetrain.runtime.world import Place, World, connect, join, serve
@@ -45,9 +44,7 @@ ABORT = "abort"  # the store's key under which the report of a failed run is
 MOST_WATCHERS = 8  # ranks that read all others; each rank looks for the report only
 HASTE_S = 0.3  # the grace where a launcher has asked this rank to end
 VERDICT_S = 4.0  # for a report to come, beyond the grace
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _STACK_SIGNAL = signal.SIGUSR1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +85,9 @@ def run_local(  # noqa: PLR0913 -- all but two by name
     limits = limits or Limits()
     with socket.create_server((host, 0), backlog=4096) as listener, contextlib.closing(_Children()) as children:
         port = listener.getsockname()[1]
-        places = [Place(rank=r, size=ranks, local_rank=r, host=host, port=port, attempt=attempt) for r in range(ranks)]
+        first = Place(rank=0, size=ranks, local_rank=0, host=host, port=port, attempt=attempt)
+        first = replace(first, local_size=ranks, cores=frozenset(os.sched_getaffinity(0)))
+        places = [replace(first, rank=rank, local_rank=rank) for rank in range(ranks)]
         try:
             for place in places:
                 children.fork(place, work, prepare, listener)
@@ -160,15 +159,9 @@ class _Children:
         self._given[place.rank] = os.memfd_create(f"result-{place.rank}")
         self._stacks[place.rank] = os.memfd_create(f"stack-{place.rank}")
         page = self.pages[place.rank] = mmap.mmap(-1, PAGE_BYTES)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        with warnings.catch_warnings():
-            # Python 3.12 warns of any thread; those of BLAS are idle and not used by the ranks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = fork()
         if pid == 0:
-            _become_rank(parent, self._stacks[place.rank])
+            _become_rank(self._stacks[place.rank])
             listener.close()
             progress = SharedProgress(rank=place.rank, page=page)
             _run_forked(work, place, prepare, progress, self._given[place.rank])
@@ -233,15 +226,10 @@ class _Children:
         self._given, self._stacks, self._ranks, self.pages = {}, {}, {}, {}
 
 
-def _become_rank(parent: int, stack: int) -> None:
-    """What a forked process is before it does anything: its parent's dependant, the leader of its own group."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it died before this was asked for
-        os._exit(1)
+def _become_rank(stack: int) -> None:
+    """What a forked process is before it does anything: the leader of its own group."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=False)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

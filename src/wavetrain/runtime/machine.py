@@ -35,7 +35,7 @@ def ranks_here(device: str) -> int:
     """One per CUDA device; else one per core that this process may use, threads of a core counted once, at most 8."""
     if device == "cuda":
         return torch.cuda.device_count()
-    cores = {_core(number) for number in os.sched_getaffinity(0)}
+    cores = {core(number) for number in os.sched_getaffinity(0)}
     return min(MOST_RANKS, len(cores))
 
 
@@ -63,7 +63,8 @@ def _busy_ticks() -> int:
     return 0
 
 
-def _core(number: int) -> tuple[str, ...]:
+def core(number: int) -> tuple[str, ...]:
+    """What threads of one core have in common."""
     folder = Path(f"/sys/devices/system/cpu/cpu{number}/topology")
     try:
         return tuple((folder / name).read_text().strip() for name in ("physical_package_id", "core_id"))

@@ -65,34 +65,26 @@ class Case:
     least_s: float = LEAST_S
 
 
-class ComputeTurns:
-    """All cases on this rank's device, some passes in each turn; with tensors that are new with every turn, since where
-    they lie doubles what some operators take."""
+def compute_samples(world: World, told: Told, *, device: str, quick: bool, passes: int) -> list[Sample]:
+    """All cases on this rank's device, in some passes.
 
-    def __init__(self, world: World, *, device: str, quick: bool, passes: int) -> None:
-        self._world, self._device, self._quick, self._passes = world, device, quick, passes
-        self._found: dict[tuple[str, tuple[int, ...], str], list[float]] = {}
-
-    def turn(self, told: Told) -> None:
-        if self._device == "cuda":
-            torch.cuda.set_device(self._world.local_rank)  # else all ranks of a host share its first
-        settle()
-        cases = _all_cases(self._device, quick=self._quick)
-        for number in range(self._passes):
-            for at, case in enumerate(cases):
-                self._world.progress.computing(number, case.what)
-                told(case.what, (number * len(cases) + at) / (self._passes * len(cases)))
-                seconds = _seconds(case, self._device) / case.count
-                self._found.setdefault((case.what, case.sizes, case.dtype), []).append(seconds)
-
-    def samples(self) -> list[Sample]:
-        """The lesser median over ranks, on rank 0; what the other ranks return is their own."""
-        world, own = self._world, list(map(lower_quartile, self._found.values()))
-        world.store.set(f"measure-compute/{world.rank}", json.dumps(own))
-        ranks = range(world.size) if world.rank == 0 else [world.rank]
-        rows = [json.loads(world.store.get(f"measure-compute/{rank}")) for rank in ranks]
-        columns = zip(self._found, zip(*rows, strict=True), strict=True)
-        return [Sample(what, sizes, median_low(column), dtype) for (what, sizes, dtype), column in columns]
+    On rank 0 the lesser median over ranks; what the other ranks return is their own.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(world.local_rank)  # else all ranks of a host share its first
+    settle(world.place if device == "cpu" else None)
+    cases = _all_cases(device, quick=quick)
+    found: list[list[float]] = [[] for _ in cases]
+    for number in range(passes):
+        for at, case in enumerate(cases):
+            world.progress.computing(number, case.what)
+            told(case.what, (number * len(cases) + at) / (passes * len(cases)))
+            found[at].append(_seconds(case, device) / case.count)
+    world.store.set(f"compute/{world.rank}", json.dumps([lower_quartile(took) for took in found]))
+    ranks = range(world.size) if world.rank == 0 else [world.rank]
+    rows = [json.loads(world.store.get(f"compute/{rank}")) for rank in ranks]
+    columns = zip(cases, zip(*rows, strict=True), strict=True)
+    return [Sample(case.what, case.sizes, median_low(column), case.dtype) for case, column in columns]
 
 
 def _seconds(case: Case, device: str) -> float:

@@ -5,12 +5,11 @@ collective follows another, out of step: two ranks that send to each other begin
 hold up each other's acknowledgments. So of collectives several follow each other, and the first and the last do not
 count. Groups that would be busy at once in training are: all pairs of a host, all rings over hosts. Passes of all kinds
 and sizes take turns, so that what else happens on the machine falls on all of them alike; of each the median of the
-quicker half of its passes counts, of the quickest turn.
+quicker half of its passes counts.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,11 +36,6 @@ from wavetrain.runtime.transport import FORWARD, Grouped, Message, Transport, op
 from wavetrain.runtime.turns import Told
 from wavetrain.runtime.world import World, gloo_group
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore
-else:
-    from torch.distributed import PrefixStore
-
 # the calls of FSDP2, under the names that torch has for them from 2.13 on
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -56,7 +50,7 @@ SMALL_S = 2e-3  # shorter passes are repeated within a turn
 SHORT_S = 8e-3  # a pass that several short collectives fill
 FEW, MANY = 3, 20  # collectives that count in a pass: long ones, short ones
 PATIENCE_S = 300.0
-MOST_S = 20.0  # after which no further turn begins
+MOST_S = 20.0  # of all turns: over slow links warming up alone takes seconds
 PAIR = 2  # hosts
 
 
@@ -74,7 +68,7 @@ class Effort:
         return replace(self, turns_s=self.turns_s / count, passes=-(-self.passes // count))
 
 
-FULL = Effort(SIZES, turns_s=10.0, pass_s=0.1)
+FULL = Effort(SIZES, turns_s=12.0, pass_s=0.1)
 QUICK = Effort(QUICK_SIZES, turns_s=3.0, pass_s=0.05)
 
 
@@ -126,53 +120,19 @@ def hosts_of(world: World) -> Hosts:
     return Hosts(len(order), each)
 
 
-class NetworkTurns:
-    """All kinds, sizes and groups, over connections that are new with every turn; nothing where there is one rank.
-
-    All ranks take turns together, and have the same samples.
-    """
-
-    def __init__(self, world: World, *, device: str, effort: Effort) -> None:
-        self._world, self._device, self._effort = world, device, effort
-        self._hosts = hosts_of(world)
-        self._found: dict[Shape, list[float]] = {}
-        self._number, self._ahead_s, self._spent_s = 0, 0.0, 0.0
-
-    def turn(self, told: Told) -> None:
-        if self._world.size == 1 or not self._has_time():
-            return
-        begun = time.monotonic()
-        settle()
-        sharpen_timer()
-        self._number += 1
-        world = replace(self._world, store=PrefixStore(f"network/{self._number}", self._world.store))
-        with _process_groups(world, self._device):
-            timer = _Timer(world, self._hosts, self._device, ahead_s=self._ahead_s)
-            self._ahead_s = timer.ahead_s
-            passes = _warmed(_kinds(world, self._hosts, self._device, self._effort), timer, self._effort)
-            _take_turns(passes, timer, self._effort, told)
-            timer.together()  # nobody leaves while another still listens
-        for one in passes:
-            self._found.setdefault(one.shape, []).append(_typical(one.took_s))
-        self._spent_s += time.monotonic() - begun
-
-    def _has_time(self) -> bool:
-        """Whether rank 0 thinks so: over slow links warming up alone takes seconds."""
-        key, store = f"network-again/{self._number}", self._world.store
-        if self._world.rank == 0:
-            store.set(key, str(int(self._spent_s < MOST_S)))
-        return store.get(key) == b"1"
-
-    def samples(self) -> list[Sample]:
-        """Of the quickest turn: for seconds on end all that two cores exchange may take twice as long."""
-        return [shape.sample(min(took)) for shape, took in self._found.items()]
-
-
-def network_samples(world: World, *, quick: bool) -> list[Sample]:
-    """What gloo's network alone is like: samples of one long turn."""
-    turns = NetworkTurns(world, device="cpu", effort=QUICK if quick else FULL)
-    turns.turn(lambda *_: None)
-    return turns.samples()
+def network_samples(world: World, told: Told = lambda *_: None, *, device: str, effort: Effort) -> list[Sample]:
+    """All kinds, sizes and groups, over new connections; nothing where there is one rank. All ranks return the same."""
+    hosts = hosts_of(world)
+    if world.size == 1:
+        return []
+    settle(world.place if device == "cpu" else None)
+    sharpen_timer()
+    with _process_groups(world, device):
+        timer = _Timer(world, device)
+        passes = _warmed(_kinds(world, hosts, device, effort), timer, effort)
+        _take_turns(passes, timer, effort, told)
+        timer.together()  # nobody leaves while another still listens
+    return [one.shape.sample(_typical(one.took_s)) for one in passes]
 
 
 def _typical(took_s: Sequence[float]) -> float:
@@ -284,7 +244,8 @@ def _carrier(
 ) -> Transport:
     """As `links.carrier` chooses: through memory where all ranks are on one host."""
     if memory:
-        return open_same_host(world.rank, world.size, world.store, pairs, most_bytes=sizes[-1])
+        crowded = world.place.is_crowded
+        return open_same_host(world.rank, world.size, world.store, pairs, most_bytes=sizes[-1], crowded=crowded)
     return Grouped(world.rank, ordered(open_links(pairs)) if nccl else tagged(1, len(sizes)))
 
 
@@ -294,14 +255,13 @@ def _carrier(
 class _Timer:
     """Starts passes on all ranks at one moment."""
 
-    def __init__(self, world: World, hosts: Hosts, device: str, *, ahead_s: float) -> None:
-        """`ahead_s`: from the word to start until the start, as an earlier timer found it; 0: it is found."""
+    def __init__(self, world: World, device: str) -> None:
         self._world = world
         self._settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-        self._crowded = device != "cuda" and hosts.each > len(os.sched_getaffinity(0))
-        self.ahead_s = MOST_AHEAD_S
+        self._crowded = device != "cuda" and world.place.is_crowded
+        self.ahead_s = MOST_AHEAD_S  # from the word to start until the start
         self._shift_s = _clock_shift(world)
-        self.ahead_s = ahead_s or self._needed_ahead()
+        self.ahead_s = self._needed_ahead()
 
     def together(self) -> None:
         dist.all_reduce(torch.zeros(1))
@@ -359,7 +319,7 @@ class _Timer:
         """Long enough for the word to start to reach all ranks nearly always."""
         empty = Pass(Shape("nothing", 0, 1, 1), lambda: None)
         reached = []
-        for _ in range(20):
+        for _ in range(10):
             self.time(empty)
             begun = self._now()
             self.together()

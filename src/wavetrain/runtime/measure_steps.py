@@ -21,7 +21,6 @@ from wavetrain.runtime.job import Job
 from wavetrain.runtime.learner import Learner
 from wavetrain.runtime.samples import (
     AGAIN,
-    ALONE,
     BACKWARD,
     EMPTY,
     FEW,
@@ -46,67 +45,38 @@ else:
 
 FIRST = 1  # steps that do not count: memory is found, kernels are chosen
 STEPS = ((64, 16), (128, 10), (512, 3))  # that count in a turn, of models up to a width
-STEPS_TOGETHER = ((64, 48), (512, 5))  # of those that are compared with steps of several ranks too
+STEPS_TOGETHER = ((64, 48), (512, 9))  # of those that are compared with steps of several ranks too
 PATIENCE_S = 300.0
 WHOLE = ""
 
 
-class StepTurns:
-    """The steps of some cases. All ranks take turns together, and have the same samples in the end."""
-
-    def __init__(self, world: World, name: str, cases: Sequence[StepCase]) -> None:
-        self._world, self._name, self._cases = world, name, cases
-        self._found: dict[tuple[StepCase, str], list[list[float]]] = {}
-        self._number = 0
-
-    def turn(self, told: Told) -> None:
-        settle()
-        for at, case in enumerate(self._cases):
-            told(case.what, at / len(self._cases))
-            self._number += 1
-            world = self._own(case)
-            with gloo_group(world, timeout_s=PATIENCE_S):
-                for phase, seconds in _phases(case, world).items():
-                    self._found.setdefault((case, phase), []).append(seconds)
-
-    def samples(self) -> list[Sample]:
-        """Of phases the median over ranks, of whole steps the slowest."""
-        world, key = self._world, f"steps-took/{self._name}"
-        own = [self._typical(case, phase) for case, phase in self._found]
-        world.store.set(f"{key}/{world.rank}", json.dumps(own))
-        rows = [json.loads(world.store.get(f"{key}/{rank}")) for rank in range(world.size)]
-        found = []
-        for (case, phase), column in zip(self._found, zip(*rows, strict=True), strict=True):
-            if phase != WHOLE:
-                found.append(case.small.sample(phase, median(column)))
-            else:
-                found.append(Sample(case.what, case.sizes, max(column), ranks=case.ranks))
-        return found
-
-    def _typical(self, case: StepCase, phase: str) -> float:
-        """On this rank; a model that each rank trained alone as well takes so much longer together."""
-        turns = self._found[case, phase]
-        alone = self._found.get((case._replace(what=ALONE, ranks=1), phase))
-        return _quickest(turns) if alone is None or alone is turns else _quickest(alone) + _beyond(turns, alone)
-
-    def _own(self, case: StepCase) -> World:
-        """The world of a case, with a part of the store for itself; alone, a rank has a world of one."""
-        world, name = self._world, f"steps/{self._name}/{self._number}"
-        if case.ranks > 1:
-            return replace(world, store=PrefixStore(name, world.store))
-        alone = replace(world.place, rank=0, size=1)
-        return replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
+def step_samples(world: World, told: Told, *, cases: Sequence[StepCase]) -> list[Sample]:
+    """Of each phase the median over ranks, of whole steps the slowest rank's; all ranks return the same."""
+    settle(world.place)
+    found: dict[tuple[StepCase, str], float] = {}
+    for at, case in enumerate(cases):
+        told(case.what, at / len(cases))
+        own = _own(world, case, f"steps/{at}")
+        with gloo_group(own, timeout_s=PATIENCE_S):
+            found |= {(case, phase): lower_quartile(seconds) for phase, seconds in _phases(case, own).items()}
+    world.store.set(f"steps-took/{world.rank}", json.dumps(list(found.values())))
+    rows = [json.loads(world.store.get(f"steps-took/{rank}")) for rank in range(world.size)]
+    columns = zip(found, zip(*rows, strict=True), strict=True)
+    return [_sample(case, phase, column) for (case, phase), column in columns]
 
 
-def _quickest(turns: Sequence[Sequence[float]]) -> float:
-    """The lower quartile of the quickest turn's steps: neighbours that fill the caches may stay for several turns."""
-    return min(map(lower_quartile, turns))
+def _sample(case: StepCase, phase: str, column: Sequence[float]) -> Sample:
+    if phase != WHOLE:
+        return case.small.sample(phase, median(column))
+    return Sample(case.what, case.sizes, max(column), ranks=case.ranks)
 
 
-def _beyond(turns: Sequence[Sequence[float]], alone: Sequence[Sequence[float]]) -> float:
-    """What steps of all ranks took longer than those of each alone right after them, in the lesser half of turns."""
-    longer = sorted(lower_quartile(one) - lower_quartile(other) for one, other in zip(turns, alone, strict=True))
-    return mean(longer[: -(-len(longer) // 2)])
+def _own(world: World, case: StepCase, name: str) -> World:
+    """The world of a case, with a part of the store for itself; alone, a rank has a world of one."""
+    if case.ranks > 1:
+        return replace(world, store=PrefixStore(name, world.store))
+    alone = replace(world.place, rank=0, size=1)
+    return replace(world, place=alone, store=PrefixStore(f"{name}/{world.rank}", world.store))
 
 
 class _Step(NamedTuple):

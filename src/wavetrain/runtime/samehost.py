@@ -187,11 +187,11 @@ def rehearse() -> None:
 
 
 def open_same_host(
-    rank: int, size: int, store: Store, links: Iterable[tuple[int, int]], *, most_bytes: int, neighbours: int = 0
+    rank: int, size: int, store: Store, links: Iterable[tuple[int, int]], *, most_bytes: int, crowded: bool
 ) -> SameHost:
     """Open the boxes of all directed links for messages of at most so many bytes; all ranks call this together.
 
-    `neighbours` are ranks of other pipelines on this host, which have a store (a prefix of it) of their own.
+    `crowded`: ranks of this host, those of other pipelines included, wait for one another's cores.
     """
     links = sorted(set(links))
     num_slots = max(2, min(MOST_SLOTS, MOST_BOX_BYTES // most_bytes))
@@ -214,7 +214,7 @@ def open_same_host(
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-    return SameHost(rank, inbox, outbox, pipes, crowded=size + neighbours > len(os.sched_getaffinity(0)))
+    return SameHost(rank, inbox, outbox, pipes, crowded=crowded)
 
 
 def _memory_folder() -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from wavetrain.base.document import parse_yaml
 from wavetrain.cluster.cluster import Cluster, Group
@@ -25,6 +25,15 @@ class Sample:
     dtype: str = "fp32"
     ranks: int = 1  # that did it together
     hosts: int = 1  # on which these are
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @staticmethod
+    def of(row: dict[str, Any]) -> Sample:
+        return Sample(**(row | {"sizes": tuple(row["sizes"])}))
 
 
 class Small(NamedTuple):

@@ -49,7 +49,7 @@ class RankRecord:
 
 def train(job: Job, world: World) -> dict[int, RankRecord]:
     """One rank's part of a run; rank 0 gets what all have recorded."""
-    settle()
+    settle(world.place)
     strike(job.faults, When.START, rank=world.rank, attempt=world.place.attempt)
     with ExitStack() as stack:
         stack.enter_context(gloo_group(world, timeout_s=job.timeout_s))

@@ -1,37 +1,68 @@
 """Things that are timed in turns: what a machine's neighbours do comes and goes within seconds, so that whatever is
-timed at one moment only would not be the same the next time."""
+timed at one moment only would not be the same the next time. Nor would what is timed in one process only, whose memory
+lies where it happens to: every turn has new ones."""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
+from math import inf
+from statistics import fmean
+from typing import Any, NamedTuple
 
+from wavetrain.runtime.fork import apart
 from wavetrain.runtime.samples import Sample
+from wavetrain.runtime.world import World
 
 Told = Callable[[str, float], None]  # what is measured now, and the share that is done
 
 
-class Turns(Protocol):
-    """All ranks take each turn together."""
+class Part(NamedTuple):
+    """Something that all ranks time together; what rank 0 returns of a turn counts."""
 
-    def turn(self, told: Told) -> None: ...
-
-    def samples(self) -> list[Sample]:
-        """What all turns come to."""
-        ...
+    name: str
+    work: Callable[[World, Told], list[Sample]]
+    most_s: float = inf  # in all turns, after which none begins
 
 
-def in_turns(parts: Sequence[Turns], turns: int, told: Told) -> list[Sample]:
-    """Every part's turn, again and again; a part that is there twice has two of each."""
-    for number in range(turns):
-        for at, part in enumerate(parts):
-            begun = number * len(parts) + at
+def in_turns(world: World, parts: Sequence[Part], turns: int, told: Told, *, forks: bool) -> list[Sample]:
+    """Every part's turn, again and again; a part that is there twice has two of each.
 
-            def told_of_all(what: str, share: float, begun: int = begun) -> None:
-                told(what, (begun + share) / (turns * len(parts)))
+    `forks`: in new processes, each time. CUDA has none.
+    """
+    found, spent_s = list[Sample](), defaultdict[str, float](float)
+    for number, part in enumerate([*parts] * turns):
+        name = f"{part.name}, turn {number}"
+        if not _agreed(world, name, spent_s[part.name] < part.most_s):
+            continue
+        begun_s = time.monotonic()
+        world.progress.computing(number, part.name)
 
-            part.turn(told_of_all)
-    return [sample for part in dict.fromkeys(parts) for sample in part.samples()]
+        def turn(own: World, part: Part = part, number: int = number) -> list[dict[str, Any]]:
+            samples = part.work(own, lambda what, share: told(what, (number + share) / (turns * len(parts))))
+            return [sample.row for sample in samples]
+
+        found += map(Sample.of, apart(world, name, turn) if forks else turn(world))
+        spent_s[part.name] += time.monotonic() - begun_s
+    return usual(found)
+
+
+def _agreed(world: World, name: str, wanted: bool) -> bool:
+    """What rank 0 wants."""
+    key = f"{name}: whether"
+    if world.rank == 0:
+        world.store.set(key, str(int(wanted)))
+    return world.store.get(key) == b"1"
+
+
+def usual(samples: Sequence[Sample]) -> list[Sample]:
+    """Of samples of the same thing the mean of the lesser half: other programs only ever lengthen what they meet."""
+    alike: dict[Sample, list[float]] = defaultdict(list)
+    for sample in samples:
+        alike[replace(sample, seconds=0.0)].append(sample.seconds)
+    return [replace(thing, seconds=fmean(sorted(took)[: -(-len(took) // 2)])) for thing, took in alike.items()]
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:

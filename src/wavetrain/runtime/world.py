@@ -64,6 +64,13 @@ class Place:
     attempt: int = 0  # restarts so far, as the launcher of this host counts them
     serves: bool = False  # whether this rank runs the store
     round: str = ""  # what all ranks of this attempt call it, where they had to agree on that (`meet`)
+    local_size: int = 1  # ranks on this host
+    cores: frozenset[int] = frozenset()  # that they have together; none: whoever started them has dealt them out
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks wait for one another's cores."""
+        return 0 < len(self.cores) < self.local_size
 
     @property
     def prefix(self) -> str:
@@ -229,7 +236,15 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         port=_number(environ, "MASTER_PORT", least=1, most=65535),
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         serves=rank == 0 and not shared,
+        local_size=_number(environ, "LOCAL_WORLD_SIZE", least=1, default=1),
+        cores=_common_cores(),
     )
+
+
+def _common_cores() -> frozenset[int]:
+    """All of this host's; none where this process has been bound to some."""
+    own = frozenset(os.sched_getaffinity(0))
+    return own if len(own) == os.cpu_count() else frozenset()
 
 
 def _slurm(environ: Mapping[str, str]) -> Place:

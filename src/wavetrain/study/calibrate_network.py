@@ -275,7 +275,7 @@ def _solved(law: _Law, choice: _Choice) -> _Candidate | None:
         target = base * short + slopes @ at
         solution = np.linalg.lstsq(scaled, target * weights, rcond=None)[0]
         at = np.maximum(solution, NEARLY_NONE * scale)  # on other pieces it may be positive
-        if np.allclose(at, before, rtol=1e-6):
+        if np.allclose(at, before, rtol=1e-6, atol=0.0):  # seconds of a byte are near 0
             break
     if np.any(solution <= 0) or np.any((slopes * at / law.measured_s[:, None]).max(axis=0) < MATTERS):
         return None

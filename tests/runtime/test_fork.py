@@ -1,0 +1,66 @@
+"""Work that a rank does in a new process."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from wavetrain.base.errors import RunError
+from wavetrain.runtime.board import process_state
+from wavetrain.runtime.fork import apart
+from wavetrain.runtime.launch import run_local
+from wavetrain.runtime.world import World
+
+
+def raised(own: World) -> None:
+    raise ValueError(f"rank {own.rank} can't")
+
+
+def told(_: World) -> None:
+    raise RunError("in words")
+
+
+def killed(_: World) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [
+        (raised, "part 3: ValueError: rank 0 can't"),
+        (told, "part 3: in words"),
+        (killed, "part 3: its process ended with signal 9"),
+    ],
+)
+def test_what_goes_wrong_there_is_said_here(work, says: str) -> None:
+    outcome = run_local(lambda world: apart(world, "part 3", work), 1)
+    assert outcome.exit_code == RunError.exit_code
+    assert says in outcome.report.text
+
+
+def test_what_is_found_there_is_returned_and_nothing_else_is_changed() -> None:
+    changed = []
+
+    def work(world: World) -> None:
+        found = apart(world, "part", lambda _: changed.append(1) or {"list": [1, 2.5, None], "large": "x" * 2**20})
+        assert not changed
+        world.give(f"{found['list']} {len(found['large'])}".encode())
+
+    assert run_local(work, 1).check().results == (b"[1, 2.5, None] 1048576",)
+
+
+def test_it_dies_with_its_rank() -> None:
+    def work(world: World) -> None:
+        def long(_: World) -> None:
+            world.give(str(os.getpid()).encode())
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
+        apart(world, "part", long)
+
+    pid = int(run_local(work, 1).results[0])
+    until = time.monotonic() + 10
+    while process_state(pid) not in ("", "Z") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process_state(pid) in ("", "Z")
