@@ -166,9 +166,14 @@ Carrier = Callable[[Setting, World], Transport]
 
 def by_memory(setting: Setting, world: World) -> Transport:
     """Shared memory: what `wavetrain train --local` uses."""
-    links = links_of(setting.actions)
+    links, crowded = links_of(setting.actions), world.size > world.place.num_cores
     return open_same_host(
-        world.rank, world.size, world.store, links, most_bytes=setting.kilobytes * 1024, crowded=world.place.is_crowded
+        world.rank,
+        world.size,
+        world.store,
+        links,
+        most_bytes=setting.kilobytes * 1024,
+        crowded=crowded,
     )
 
 

@@ -59,8 +59,14 @@ def order(kind: str, waves: int, ranks: int, count: int) -> Actions:
 
 def memory(world: World, actions: Actions, most_bytes: int, number: int) -> Transport:
     store = dist.PrefixStore(str(number), world.store)  # an order's own boxes
+    crowded = world.size > world.place.num_cores
     return open_same_host(
-        world.rank, world.size, store, links_of(actions), most_bytes=most_bytes, crowded=world.place.is_crowded
+        world.rank,
+        world.size,
+        store,
+        links_of(actions),
+        most_bytes=most_bytes,
+        crowded=crowded,
     )
 
 

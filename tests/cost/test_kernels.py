@@ -166,3 +166,6 @@ def test_a_layer_that_ends_with_a_product_has_it_as_its_tail(name, tail):
     experts = next(o for layer in load_model("mixtral-8x7b").layers for o in layer.operators if isinstance(o, Experts))
     mixed = kernels(replace(block, operators=(*block.operators, experts)), Work(seq_len=64), Split(), Stack())
     assert not any(kernel.tail for kernel in mixed)
+    kept = replace(block.operators[-1], saved_tensors=1)
+    needed = kernels(replace(block, operators=(*block.operators[:-1], kept)), Work(seq_len=64), Split(), Stack())
+    assert not any(kernel.tail for kernel in needed)

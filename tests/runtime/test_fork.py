@@ -28,14 +28,24 @@ def killed(_: World) -> None:
 @pytest.mark.parametrize(
     ("work", "says"),
     [
-        (raised, "part 3: ValueError: rank 0 can't"),
+        (raised, "part 3: ValueError: rank 1 can't"),
+        (raised, ", in raised"),
+        (lambda _: {1}, "TypeError: Object of type set is not JSON serializable"),
         (told, "part 3: in words"),
         (killed, "part 3: its process ended with signal 9"),
     ],
 )
 def test_what_goes_wrong_there_is_said_here(work, says: str) -> None:
-    outcome = run_local(lambda world: apart(world, "part 3", work), 1)
+    """And the rank it happened to is named, while the other one waits for its message."""
+
+    def waits(own: World) -> None:
+        if own.rank == 0:
+            own.store.get("never")
+        return work(own)
+
+    outcome = run_local(lambda world: apart(world, "part 3", waits), 2)
     assert outcome.exit_code == RunError.exit_code
+    assert outcome.report.culprit == 1
     assert says in outcome.report.text
 
 
@@ -53,6 +63,7 @@ def test_what_is_found_there_is_returned_and_nothing_else_is_changed() -> None:
 def test_it_dies_with_its_rank() -> None:
     def work(world: World) -> None:
         def long(_: World) -> None:
+            os.setpgid(0, 0)  # or it would be ended with the rank's group
             world.give(str(os.getpid()).encode())
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
@@ -61,6 +72,6 @@ def test_it_dies_with_its_rank() -> None:
 
     pid = int(run_local(work, 1).results[0])
     until = time.monotonic() + 10
-    while process_state(pid) not in ("", "Z") and time.monotonic() < until:
+    while process_state(pid) not in ("X", "Z") and time.monotonic() < until:
         time.sleep(0.01)
-    assert process_state(pid) in ("", "Z")
+    assert process_state(pid) in ("X", "Z")

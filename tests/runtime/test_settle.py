@@ -66,9 +66,21 @@ def test_each_rank_has_whole_cores_of_its_own(monkeypatch: pytest.MonkeyPatch, r
     """Four cores of two threads each, numbered as Linux does."""
     monkeypatch.setattr("wavetrain.runtime.settle.core", lambda number: ("0", str(number % 4)))
     assert [own_cores(place(rank, ranks, set(range(8)))) for rank in range(ranks)] == own
-    assert [place(rank, ranks, set(range(8))).is_crowded for rank in range(ranks)] == [False] * ranks
     assert [own_cores(place(rank, ranks, set())) for rank in range(ranks)] == [set()] * ranks, "somebody has dealt them"
-    assert place(0, 9, set(range(8))).is_crowded
+    assert place(0, 9, set(range(8))).num_cores == 8
+    assert place(0, 9, set()).num_cores == len(os.sched_getaffinity(0)), "as far as it knows"
+
+
+def test_what_somebody_has_chosen_stays() -> None:
+    """`taskset` for a rank, say, after all cores were counted."""
+
+    def work(world: World) -> None:
+        os.sched_setaffinity(0, {max(world.place.cores)})
+        settle(world.place)
+        world.give(json.dumps(sorted(os.sched_getaffinity(0))).encode())
+
+    cores = sorted(os.sched_getaffinity(0))
+    assert [json.loads(given) for given in run_local(work, 2).check().results] == [cores[-1:]] * 2
 
 
 def test_ranks_stay_on_their_cores_with_all_threads() -> None:

@@ -63,7 +63,7 @@ def by_link(c, world):
 
 def by_memory(c, world):
     return open_same_host(
-        world.rank, world.size, world.store, all_links(c), most_bytes=2**14, crowded=world.place.is_crowded
+        world.rank, world.size, world.store, all_links(c), most_bytes=2**14, crowded=world.size > world.place.num_cores
     )
 
 

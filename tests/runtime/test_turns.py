@@ -1,7 +1,6 @@
 """Parts of a measurement, one after another, again and again, each time in new processes."""
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from wavetrain.runtime import turns
 from wavetrain.runtime.launch import run_local
 from wavetrain.runtime.progress import Progress
 from wavetrain.runtime.samples import Sample
-from wavetrain.runtime.turns import Part, in_turns, lower_quartile, usual
+from wavetrain.runtime.turns import Part, in_turns, lesser_half, lower_quartile, usual
 
 
 def world() -> SimpleNamespace:
@@ -68,11 +67,15 @@ def test_every_turn_of_every_rank_has_a_process_of_its_own_and_a_part_of_the_sto
     assert len(set(first)) == len(first) == 8
 
 
-def test_of_what_a_rank_does_alone_the_lesser_half_counts_and_of_what_ranks_exchange_the_median() -> None:
+def test_of_samples_of_the_same_thing_the_lesser_half_counts_or_what_a_part_says() -> None:
     took = [Sample("a", (1,), seconds) for seconds in (5.0, 1.0, 9.0, 2.0, 3.0)]
-    both = [replace(one, ranks=2) for one in took]
-    assert usual([*took, *both]) == [Sample("a", (1,), 2.0), Sample("a", (1,), 3.0, ranks=2)]
-    assert [Sample.of(one.row) for one in both] == both
+    other = Sample("a", (1,), 7.0, ranks=2)
+    assert usual([*took, other], lesser_half) == [Sample("a", (1,), 2.0), other]
+    assert usual(took, max) == [Sample("a", (1,), 9.0)]
+    assert Sample.of(other.row) == other
+    order: list[str] = []
+    found = in_turns(world(), [part("a", order)._replace(counts=max)], 3, lambda *_: None, forks=False)
+    assert [one.seconds for one in found] == [3.0]
 
 
 def test_a_quarter_is_quicker_than_the_lower_quartile() -> None:

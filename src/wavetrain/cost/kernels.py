@@ -160,9 +160,13 @@ def kernels(
 def _tail(layer: Layer) -> int:
     """The operator that ends a layer with a product, sums after it aside; beyond the last where none does."""
     count = len(layer.operators)
-    ends = (number for number in reversed(range(count)) if not isinstance(layer.operators[number], Elementwise))
-    last = next(ends, count)
+    last = next((number for number in reversed(range(count)) if not _is_sum(layer.operators[number])), count)
     return last if last < count and isinstance(layer.operators[last], Linear) else count
+
+
+def _is_sum(operator: Operator) -> bool:
+    """Whether its backward needs nothing of its forward."""
+    return isinstance(operator, Elementwise) and not operator.saved_tensors and not operator.mask
 
 
 def _of(operator: Operator, work: Work, split: Split, stack: Stack, fp8: bool) -> Iterator[Kernel]:

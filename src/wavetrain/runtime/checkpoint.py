@@ -356,7 +356,8 @@ class Checkpoint:
 
     def read_into(self, target: Tensor, name: str, kind: str, place: Place) -> None:
         """The same, where it is to be; nothing is held beside it where it is of the type that was saved."""
-        if target.dtype == self.dtype(name, kind) and target.is_contiguous() and target.device.type == "cpu":
+        is_alike = target.dtype == self.dtype(name, kind) and tuple(target.shape) == extents(place)
+        if is_alike and target.is_contiguous() and target.device.type == "cpu":
             self._fill(target.detach(), name, kind, place)
         else:
             target.copy_(self.read(name, kind, place))

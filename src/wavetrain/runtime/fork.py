@@ -59,28 +59,31 @@ def apart(world: World, name: str, work: Callable[[World], Any]) -> Any:
     with open(source, "rb") as stream:  # noqa: PTH123 - of a pipe
         said = stream.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if not said:
+    if code or not said:
         raise RunError(f"{name}: its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}")
     told = json.loads(said)
+    if "trace" in told:  # not foreseen: the report has it
+        raise RuntimeError(f"{name}: {told['error']}\n{told['trace']}")
     if "error" in told:
         raise RunError(f"{name}: {told['error']}")
     return told["found"]
 
 
 def _tell(target: int, world: World, name: str, work: Callable[[World], Any]) -> NoReturn:
+    code = 1
     try:
         # the parent's connection is the parent's: two processes would read each other's answers
         own = replace(world, store=PrefixStore(name, connect(world.place)))
-        told = {"found": work(own)}
+        said = json.dumps({"found": work(own)})
     except WavetrainError as error:
-        told = {"error": str(error)}
+        said = json.dumps({"error": str(error)})
     except BaseException as error:
-        traceback.print_exc()
-        told = {"error": f"{type(error).__name__}: {error}"}
+        said = json.dumps({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
     try:
         with open(target, "wb") as stream:
-            stream.write(json.dumps(told).encode())
+            stream.write(said.encode())
         sys.stdout.flush()
         sys.stderr.flush()
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)

@@ -29,7 +29,7 @@ def carrier(job: Job, world: World, grid: Grid | None, boundary: Boundary) -> Tr
     rank = world.rank if grid is None else grid.stage_rank
     if near:
         store: Store = world.store if grid is None else PrefixStore(f"pipeline/{grid.replica}/{grid.part}", world.store)
-        most, crowded = boundary.most_bytes, world.place.is_crowded
+        most, crowded = boundary.most_bytes, world.size > world.place.num_cores
         return open_same_host(rank, actions.num_ranks, store, links_of(actions), most_bytes=most, crowded=crowded)
     route = tagged(actions.placement.num_stages, actions.num_microbatches)
     return Grouped(rank, route, ranks=None if grid is None else grid.pipeline)

@@ -128,7 +128,7 @@ def network_samples(world: World, told: Told = lambda *_: None, *, device: str, 
     settle(world.place if device == "cpu" else None)
     sharpen_timer()
     with _process_groups(world, device):
-        timer = _Timer(world, device)
+        timer = _Timer(world, hosts, device)
         passes = _warmed(_kinds(world, hosts, device, effort), timer, effort)
         _take_turns(passes, timer, effort, told)
         timer.together()  # nobody leaves while another still listens
@@ -244,7 +244,7 @@ def _carrier(
 ) -> Transport:
     """As `links.carrier` chooses: through memory where all ranks are on one host."""
     if memory:
-        crowded = world.place.is_crowded
+        crowded = world.size > world.place.num_cores
         return open_same_host(world.rank, world.size, world.store, pairs, most_bytes=sizes[-1], crowded=crowded)
     return Grouped(world.rank, ordered(open_links(pairs)) if nccl else tagged(1, len(sizes)))
 
@@ -255,10 +255,10 @@ def _carrier(
 class _Timer:
     """Starts passes on all ranks at one moment."""
 
-    def __init__(self, world: World, device: str) -> None:
+    def __init__(self, world: World, hosts: Hosts, device: str) -> None:
         self._world = world
         self._settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-        self._crowded = device != "cuda" and world.place.is_crowded
+        self._crowded = device != "cuda" and hosts.each > world.place.num_cores
         self.ahead_s = MOST_AHEAD_S  # from the word to start until the start
         self._shift_s = _clock_shift(world)
         self.ahead_s = self._needed_ahead()

@@ -34,7 +34,7 @@ def settle(place: Place | None = None) -> None:
     A rank that is at a `place` stays on its share of the cores there, if there is one for each.
 
     Other systems and C libraries have no such calls, and some sandboxes forbid them: then all is as it was. A policy
-    that somebody has chosen (`chrt`) stays.
+    that somebody has chosen (`chrt`, `taskset`) stays.
     """
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
@@ -46,7 +46,8 @@ def settle(place: Place | None = None) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if place is not None and (own := own_cores(place)):
         with suppress(OSError, AttributeError):
-            os.sched_setaffinity(0, own)
+            if os.sched_getaffinity(0) == place.cores:
+                os.sched_setaffinity(0, own)
 
 
 def own_cores(place: Place) -> set[int]:

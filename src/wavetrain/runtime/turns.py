@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from wavetrain.runtime.fork import apart
@@ -19,12 +19,18 @@ from wavetrain.runtime.world import World
 Told = Callable[[str, float], None]  # what is measured now, and the share that is done
 
 
+def lesser_half(seconds: Sequence[float]) -> float:
+    """The mean of it. Other programs only ever lengthen what they meet."""
+    return fmean(sorted(seconds)[: -(-len(seconds) // 2)])
+
+
 class Part(NamedTuple):
     """Something that all ranks time together; what rank 0 returns of a turn counts."""
 
     name: str
     work: Callable[[World, Told], list[Sample]]
     most_s: float = inf  # in all turns, after which none begins
+    counts: Callable[[Sequence[float]], float] = lesser_half  # of the same thing in several turns
 
 
 def in_turns(world: World, parts: Sequence[Part], turns: int, told: Told, *, forks: bool) -> list[Sample]:
@@ -32,10 +38,11 @@ def in_turns(world: World, parts: Sequence[Part], turns: int, told: Told, *, for
 
     `forks`: in new processes, each time. CUDA has none.
     """
-    found, spent_s = list[Sample](), defaultdict[str, float](float)
+    found: dict[Part, list[Sample]] = {part: [] for part in parts}
+    spent_s = defaultdict[Part, float](float)
     for number, part in enumerate([*parts] * turns):
         name = f"{part.name}, turn {number}"
-        if not _agreed(world, name, spent_s[part.name] < part.most_s):
+        if not _agreed(world, name, spent_s[part] < part.most_s):
             continue
         begun_s = time.monotonic()
         world.progress.computing(number, part.name)
@@ -44,9 +51,9 @@ def in_turns(world: World, parts: Sequence[Part], turns: int, told: Told, *, for
             samples = part.work(own, lambda what, share: told(what, (number + share) / (turns * len(parts))))
             return [sample.row for sample in samples]
 
-        found += map(Sample.of, apart(world, name, turn) if forks else turn(world))
-        spent_s[part.name] += time.monotonic() - begun_s
-    return usual(found)
+        found[part] += map(Sample.of, apart(world, name, turn) if forks else turn(world))
+        spent_s[part] += time.monotonic() - begun_s
+    return [sample for part, samples in found.items() for sample in usual(samples, part.counts)]
 
 
 def _agreed(world: World, name: str, wanted: bool) -> bool:
@@ -57,18 +64,12 @@ def _agreed(world: World, name: str, wanted: bool) -> bool:
     return world.store.get(key) == b"1"
 
 
-def usual(samples: Sequence[Sample]) -> list[Sample]:
-    """One of each thing. Of what ranks exchange the median: where a hypervisor moves two cores next to each other, it
-    is quicker for a while. Of all else the mean of the lesser half: other programs only ever lengthen it.
-    """
+def usual(samples: Sequence[Sample], counts: Callable[[Sequence[float]], float]) -> list[Sample]:
+    """One of each thing."""
     alike: dict[Sample, list[float]] = defaultdict(list)
     for sample in samples:
         alike[replace(sample, seconds=0.0)].append(sample.seconds)
-    return [replace(thing, seconds=median(took) if thing.ranks > 1 else _lesser(took)) for thing, took in alike.items()]
-
-
-def _lesser(took: Sequence[float]) -> float:
-    return fmean(sorted(took)[: -(-len(took) // 2)])
+    return [replace(thing, seconds=counts(took)) for thing, took in alike.items()]
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:

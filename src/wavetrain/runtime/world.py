@@ -68,9 +68,9 @@ class Place:
     cores: frozenset[int] = frozenset()  # that they have together; none: whoever started them has dealt them out
 
     @property
-    def is_crowded(self) -> bool:
-        """Whether ranks wait for one another's cores."""
-        return 0 < len(self.cores) < self.local_size
+    def num_cores(self) -> int:
+        """That this host's ranks have together, as far as this one knows."""
+        return len(self.cores) or len(os.sched_getaffinity(0))
 
     @property
     def prefix(self) -> str:

@@ -39,8 +39,7 @@ def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
     if by_case:  # on processors, where what carries gradients beside compute takes its core
         cluster = _law("gradient_exposed")(cluster, 1.0)
     if empty := by_case.get((EMPTY, tiny)):
-        cluster = _law("message_s")(cluster, 0.0)  # what hosts take for one can't be told from its way
-        cluster = _longer(cluster)(cluster, _solved(instant(cluster), empty, _longer(cluster)))
+        cluster = _with_messages(_law("message_s")(cluster, 0.0), empty)
     alone = {width: _on_one(cluster, by_case.get((ALONE, width))) for width in (tiny, wide)}
     each_needs_the_others = [
         (_law("step_s"), tiny, [REPLICAS]),
@@ -52,6 +51,16 @@ def in_whole_steps(cluster: Cluster, samples: Sequence[Sample]) -> Cluster:
         if known:
             cluster = change(cluster, mean(_solved(cluster, one, change, late_s=alone[width]) for one in known))
     return cluster
+
+
+def _with_messages(cluster: Cluster, empty: Sample) -> Cluster:
+    """What hosts take for a message can't be told from its way: it is all latency, or `message_s` where none was found.
+
+    A pipeline that was quicker than its messages alone says nothing.
+    """
+    change = _longer(cluster) if any(achieved(tier, "send").latency_s for tier in cluster.tiers) else _law("message_s")
+    value = _solved(instant(cluster), empty, change)
+    return change(cluster, value) if value else cluster
 
 
 def _on_one(cluster: Cluster, sample: Sample | None) -> float:

@@ -23,7 +23,7 @@ _ACTION = re.compile(r"\d+(RECOMPUTE|[FBIW])\d+")
 
 CONSTANTS = {  # of each term's law: docs/laws.md
     "compute": "the device's peak_tflops, efficiency.matmul and memory_gb_per_s; forward_bytes, gap_s, launch_s",
-    "recompute": "those of compute; recompute_host_s, recompute_gap_s",
+    "recompute": "those of compute; recompute_host_s, recompute_gap_s, recompute_tail",
     "tensor": "the links' collectives.all_reduce; tensor_exposed, tensor_host_s",
     "context": "the links' collectives.all_gather; context_exposed",
     "sharding": "the links' collectives.all_gather and reduce_scatter; link_exposed, network_exposed, head_exposed",
