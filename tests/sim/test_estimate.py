@@ -277,7 +277,7 @@ def test_a_step_by_hand():
 
 
 def test_a_recomputation_that_stops_early_is_shorter_by_the_last_product():
-    plan = plan_of(model_of("gpt3-1.3b", 8), "dgx-a100", seq_len=2048, global_batch=1)
+    plan = plan_of(model_of("llama2-7b", 8), "dgx-a100", seq_len=2048, global_batch=1)
     plan = replace(plan, recompute=Recompute.FULL)
     batch, no_host = gather([plan]), replace(LAWS, recompute_host_s=0.0, launch_s=0.0)
     times = layer_seconds(batch.facts.table, batch.device, batch.stack, batch.precision, no_host)
