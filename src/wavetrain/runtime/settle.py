@@ -8,8 +8,8 @@ kernel lets it throw that one off its core, it polls until the end of its slice,
 all-reduces long (benchmarks/waking.py). Under SCHED_BATCH a thread that wakes up waits for its turn.
 
 Cores: a message wakes threads of gloo and then the rank itself. Where the kernel spreads these over cores, each hands
-data to the next through slower caches, and takes the other rank's core: small collectives take a quarter longer, and
-vary by a tenth from run to run instead of a fiftieth (benchmarks/waking.py). So each rank stays on its own cores.
+data to the next through slower caches, and takes the other rank's core: small all-reduces take a third longer, and
+vary by a tenth from run to run instead of a hundredth (benchmarks/waking.py). So each rank stays on its own cores.
 """
 
 from __future__ import annotations
